@@ -1,0 +1,22 @@
+"""hymo's kernels: operations on sequences that a model is made of, each beside its definition."""
+
+from hymo_kernels.host.causal_conv1d import causal_conv1d
+from hymo_kernels.host.gated_delta_rule import (
+    chunk_gated_delta_rule,
+    fused_recurrent_gated_delta_rule,
+    gated_delta_rule,
+    naive_gated_delta_rule,
+    naive_recurrent_gated_delta_rule,
+)
+from hymo_kernels.host.gated_linear_scan import gated_linear_scan, naive_gated_linear_scan
+
+__all__ = [
+    "causal_conv1d",
+    "chunk_gated_delta_rule",
+    "fused_recurrent_gated_delta_rule",
+    "gated_delta_rule",
+    "gated_linear_scan",
+    "naive_gated_delta_rule",
+    "naive_gated_linear_scan",
+    "naive_recurrent_gated_delta_rule",
+]

@@ -1,0 +1,208 @@
+"""The gated delta rule under fla's names and argument order: one entry, three forms."""
+
+from collections.abc import Callable
+from functools import partial, update_wrapper
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from hymo_kernels.host.gated_delta_rule_chunked import chunked_delta
+from hymo_kernels.host.gated_delta_rule_definition import definition, recurrent
+from hymo_kernels.host.packed import pack, packing, unpack
+
+# Up to this many tokens a loop over tokens beats the chunked form.
+SHORT = 8
+
+Form = Literal["auto", "chunk", "recurrent", "definition"]
+
+
+def gated_delta_rule(
+    q: Float[Tensor, "b t h k"],
+    k: Float[Tensor, "b t h k"],
+    v: Float[Tensor, "b t hv v"],
+    g: Float[Tensor, "b t hv"] | None,
+    beta: Float[Tensor, "b t hv"],
+    scale: float | None = None,
+    initial_state: Float[Tensor, "n hv s1 s2"] | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Int[Tensor, " bounds"] | None = None,
+    cu_seqlens_cpu: Int[Tensor, " bounds"] | None = None,
+    chunk_indices: Int[Tensor, "..."] | None = None,
+    cp_context: object | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Float[Tensor, " hv"] | None = None,
+    dt_bias: Float[Tensor, " hv"] | None = None,
+    chunk_size: int | None = None,
+    state_indices: Int[Tensor, " n"] | None = None,
+    precision: Literal["auto", "ieee", "tf32"] = "auto",
+    max_seqlen: int | None = None,
+    backend: Literal["eager", "triton"] | None = None,
+    form: Form = "auto",
+    **legacy: Any,
+) -> tuple[Float[Tensor, "b t hv v"], Float[Tensor, "n hv s1 s2"] | None]:
+    """Read-outs and final state of the gated delta rule, per value head.
+
+        S_t = exp(g_t) S_{t-1} + k_t (beta_t (v_t - k_t^T exp(g_t) S_{t-1}))^T
+        o_t = scale * S_t^T q_t
+
+    Value head i reads key head `i // (hv / h)`. fp64 inputs compute in fp64, all others in fp32; o has v's dtype, the
+    state stays fp32 (or fp64). Keys longer than 1 with beta near 2 make the state grow; normalise them.
+
+    Args:
+        g: natural log of the retention, <= 0; None is 0 everywhere. -inf is a hard reset: nothing before that token
+            changes a bit of what follows, and dg is 0 there.
+        beta: write strength in [0, 2]; above 1 the state may flip sign along k.
+        scale: multiplies q; default `k ** -0.5`.
+        initial_state: state before the first token of each sequence, [k, v], or [v, k] with `state_v_first`; None is 0.
+        output_final_state: return the state after the last token as well, else None in its place.
+        use_qk_l2norm_in_kernel: q and k are divided by `sqrt(sum of squares + 1e-6)` first.
+        use_beta_sigmoid_in_kernel: beta is given as a logit; with `allow_neg_eigval` it becomes 2 sigmoid(beta).
+        use_gate_in_kernel: g is given as a logit; the gate is `-exp(A_log) softplus(g + dt_bias)`.
+        cu_seqlens: bounds of sequences packed in one batch row; empty ones are allowed, and rows from `cu_seqlens[-1]`
+            on give 0 in o and in every gradient. On the CPU the sequences become a padded batch, and their longest
+            length is read on the host unless `max_seqlen` is given.
+        cu_seqlens_cpu, chunk_indices: accepted for call sites of fla; not needed.
+        chunk_size: 16, 32 or 64, a hint for the chunked form.
+        precision: of fp32 products on an accelerator; the CPU is always "ieee".
+        backend: None takes what the tensors' device has.
+        form: "chunk" for training, "recurrent" for a few tokens, "definition" for proofs (slow, any order of
+            derivative); "auto" is recurrent up to 8 tokens.
+
+    Raises:
+        ValueError: for shapes that do not fit, and for what is not available.
+
+    Source: Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464; argument names of flash-linear-attention.
+    """
+    state_v_first = _check_legacy(legacy, state_v_first)
+    _check_available(v, backend=backend, cp_context=cp_context, state_indices=state_indices, chunk_size=chunk_size)
+    check_shapes(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, v_first=state_v_first)
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            "gated_delta_rule: allow_neg_eigval doubles the sigmoid of use_beta_sigmoid_in_kernel, which is False; "
+            "pass 2 * beta instead"
+        )
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out_dtype = v.dtype
+    q, k, v, beta = q.to(exact), k.to(exact), v.to(exact), beta.to(exact)
+    g = torch.zeros_like(beta) if g is None else g.to(exact)
+    if use_qk_l2norm_in_kernel:
+        q, k = _l2_normalized(q), _l2_normalized(k)
+    if use_beta_sigmoid_in_kernel:
+        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
+    if use_gate_in_kernel:
+        if A_log is None:
+            raise ValueError("gated_delta_rule: use_gate_in_kernel needs A_log, one number a value head; got None")
+        g = -A_log.to(exact).exp() * torch.nn.functional.softplus(g if dt_bias is None else g + dt_bias.to(exact))
+    q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
+
+    at = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], max_seqlen=max_seqlen)
+    if at is not None:
+        q, k, v, g, beta = (unpack(x, at) for x in (q, k, v, g, beta))
+    if initial_state is None:
+        state = q.new_zeros((q.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+    else:
+        state = (initial_state.mT if state_v_first else initial_state).to(exact)
+    o = v
+    if v.numel() > 0:
+        o, state = _form(form, q.shape[1], chunk_size)(q, k, v, g=g, beta=beta, initial=state)
+    o = (o if at is None else pack(o, at)).to(out_dtype)
+    return o, (state.mT if state_v_first else state) if output_final_state else None
+
+
+def _named(name: str, form: Form, summary: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    rule = update_wrapper(partial(gated_delta_rule, form=form), gated_delta_rule)
+    rule.__name__ = rule.__qualname__ = name
+    rule.__doc__ = f"{summary} Arguments and results are those of `gated_delta_rule`."
+    return rule
+
+
+chunk_gated_delta_rule = _named("chunk_gated_delta_rule", "chunk", "The chunked form, for training.")
+fused_recurrent_gated_delta_rule = _named("fused_recurrent_gated_delta_rule", "recurrent", "Token by token, to decode.")
+naive_gated_delta_rule = _named("naive_gated_delta_rule", "definition", "The definition, for proofs.")
+naive_recurrent_gated_delta_rule = naive_gated_delta_rule
+
+
+def _form(form: Form, time: int, chunk_size: int | None) -> Callable[..., tuple[Tensor, Tensor]]:
+    if form == "definition":
+        return definition
+    if form == "recurrent" or (form == "auto" and time <= SHORT):
+        return recurrent
+    return partial(chunked_delta, chunk=chunk_size)
+
+
+def _l2_normalized(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
+    """x over its length; the constant inside the root (fla's) keeps the gradient finite at 0."""
+    return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+
+
+def check_shapes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    g: Tensor | None,
+    beta: Tensor,
+    initial_state: Tensor | None,
+    cu_seqlens: Tensor | None,
+    v_first: bool,
+) -> None:
+    """Raises ValueError, naming the shapes, unless the scan's arguments fit together."""
+    got = f"(got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)})"
+    if q.ndim != 4 or v.ndim != 4 or q.shape != k.shape or q.shape[:2] != v.shape[:2]:
+        raise ValueError(f"gated_delta_rule: q and k must be [b, t, h, k] and v [b, t, hv, v] {got}")
+    batch, _, heads, key = k.shape
+    value_heads, value = v.shape[2:]
+    if heads == 0 or value_heads % heads:
+        raise ValueError(
+            f"gated_delta_rule: {value_heads} value heads cannot share {heads} key heads; "
+            f"value heads must be a multiple {got}"
+        )
+    for name, x in (("g", g), ("beta", beta)):
+        if x is not None and x.shape != v.shape[:3]:
+            raise ValueError(f"gated_delta_rule: {name} must be {list(v.shape[:3])}, as v has; got {list(x.shape)}")
+    if cu_seqlens is not None and batch != 1:
+        raise ValueError(f"gated_delta_rule: cu_seqlens packs its sequences in one batch row; got {batch} rows {got}")
+    count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    wanted = [count, value_heads, *((value, key) if v_first else (key, value))]
+    if initial_state is not None and list(initial_state.shape) != wanted:
+        raise ValueError(f"gated_delta_rule: initial_state must be {wanted}; got {list(initial_state.shape)}")
+
+
+def _check_available(
+    v: Tensor, *, backend: str | None, cp_context: object | None, state_indices: Tensor | None, chunk_size: int | None
+) -> None:
+    if backend not in (None, "eager", "triton"):
+        raise ValueError(f"gated_delta_rule: backend must be 'eager', 'triton' or None; got {backend!r}")
+    if backend == "triton":
+        raise ValueError(
+            f"gated_delta_rule: backend='triton' has no kernel for {v.device.type} tensors; use backend='eager' or None"
+        )
+    if cp_context is not None:
+        raise ValueError("gated_delta_rule: cp_context (context parallelism) is not available; pass None")
+    if state_indices is not None:
+        raise ValueError(
+            "gated_delta_rule: state_indices (a pool of states updated in place) is not available; "
+            f"got {list(state_indices.shape)}, pass initial_state[state_indices]"
+        )
+    if chunk_size not in (None, 16, 32, 64):
+        raise ValueError(f"gated_delta_rule: chunk_size must be 16, 32, 64 or None; got {chunk_size}")
+
+
+def _check_legacy(legacy: dict[str, Any], state_v_first: bool) -> bool:
+    """Whether the state is [v, k], after the keywords that fla still accepts or once had."""
+    if legacy.pop("head_first", False):
+        raise ValueError(
+            "gated_delta_rule: head_first=True is not supported; pass [b, t, h, d], with time before heads"
+        )
+    state_v_first = bool(legacy.pop("transpose_state_layout", False)) or state_v_first
+    unknown = [name for name, value in legacy.items() if value is not None]
+    if unknown:
+        raise ValueError(f"gated_delta_rule: unknown or unsupported arguments {unknown}")
+    return state_v_first

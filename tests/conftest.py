@@ -1,0 +1,36 @@
+"""How the tests run: one thread, derandomised examples, and heavy or GPU tests only where they can or should run."""
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "ci",
+    derandomize=True,
+    max_examples=20,
+    deadline=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("dev", parent=settings.get_profile("ci"), derandomize=False, max_examples=200)
+settings.load_profile("ci")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--run-heavy", action="store_true", help="also run the tests marked heavy: full sizes, minutes")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Sums in one order, so that what is bitwise equal once is so always; full sizes want all cores instead.
+    if not config.getoption("--run-heavy"):
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    heavy = pytest.mark.skip(reason="heavy: full sizes or minutes of CPU; add --run-heavy")
+    gpu = pytest.mark.skip(reason="gpu: needs an NVIDIA GPU with Triton")
+    for item in items:
+        if "heavy" in item.keywords and not config.getoption("--run-heavy"):
+            item.add_marker(heavy)
+        if "gpu" in item.keywords and not torch.cuda.is_available():
+            item.add_marker(gpu)
