@@ -1,0 +1,186 @@
+"""The step: `(state, batch) -> (state, metrics)`, pure, one graph from the tokens to the moved weights."""
+
+from functools import reduce
+from typing import Any, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from hymo import tree
+from hymo.backend import EAGER, Backend
+from hymo.batch import IGNORED, Batch
+from hymo.config import HyMoConfig
+from hymo.layers.moe import Load, MoeParams, rebalance
+from hymo.loss import Losses, label_counts, loss
+from hymo.model import Block, ModelParams
+from hymo.optim import GradientTransform, apply_updates, build_schedule, clip, learning_rates
+from hymo.params import partition
+
+
+class TrainState(NamedTuple):
+    """All that training carries from step to step; what is checkpointed.
+
+    Args:
+        params: fp32 masters and the buffers among them.
+        optimizer: moments and peak learning rates.
+        step: optimiser steps attempted.
+        samples: rows of data seen; the data's only state.
+        skipped: steps in a row, up to now, that were skipped because a gradient was not finite.
+    """
+
+    params: ModelParams
+    optimizer: Any
+    step: Int[Tensor, ""]
+    samples: Int[Tensor, ""]
+    skipped: Int[Tensor, ""]
+
+
+class Metrics(NamedTuple):
+    """What one step reports; per-layer rows are the layers with experts, in order.
+
+    Args:
+        loss: what is trained, nats.
+        main: next-token loss, nats per label.
+        mtp: loss of each MTP head, nats per label.
+        grad_norm: of the whole gradient before clipping.
+        muon_lr: NorMuon's learning rate in this step.
+        adamw_lr: AdamW's learning rate in this step.
+        tokens: labels that counted.
+        finite: whether the step was taken.
+        skipped: steps skipped in a row, this one included.
+        load: fraction of a layer's assignments per expert.
+        dropped: fraction of a layer's assignments lost to capacity.
+        bias: balance of the router after the step.
+    """
+
+    loss: Float[Tensor, ""]
+    main: Float[Tensor, ""]
+    mtp: Float[Tensor, " depth"]
+    grad_norm: Float[Tensor, ""]
+    muon_lr: Float[Tensor, ""]
+    adamw_lr: Float[Tensor, ""]
+    tokens: Float[Tensor, ""]
+    finite: Bool[Tensor, ""]
+    skipped: Int[Tensor, ""]
+    load: Float[Tensor, "layers e"]
+    dropped: Float[Tensor, " layers"]
+    bias: Float[Tensor, "layers e"]
+
+
+def init_train_state(params: ModelParams, *, spec: ModelParams, optimizer: GradientTransform) -> TrainState:
+    """The state before the first step."""
+    zero = torch.zeros((), dtype=torch.int64, device=params.table.device)
+    trainable, _ = partition(spec, params)
+    return TrainState(params, optimizer.init(trainable), zero, zero.clone(), zero.clone())
+
+
+def gradients(
+    params: ModelParams, batch: Batch, *, cfg: HyMoConfig, spec: ModelParams, backend: Backend = EAGER
+) -> tuple[ModelParams, Float[Tensor, ""], Losses]:
+    """The gradient of the step's loss, the loss, and its parts, added up over the micro-batches of `batch`.
+
+    Every label of the step has the same weight, whichever micro-batch it is in.
+
+    Args:
+        batch: leaves of shape (micro-batches, rows, tokens).
+    """
+    trainable, buffers = partition(spec, params)
+    counts = label_counts(batch, cfg.model.mtp_depth)
+    capacity = cfg.model.moe_capacity(batch.tokens.shape[-1])
+
+    def micro(index: int) -> tuple[ModelParams, Tensor, Losses]:
+        part = tree.map(lambda leaf: leaf[index], batch)
+
+        def objective(moving: ModelParams) -> tuple[Tensor, Losses]:
+            whole = tree.combine(moving, buffers)
+            return loss(whole, part, counts, cfg=cfg.model, backend=backend, capacity=capacity)
+
+        grads, (value, losses) = torch.func.grad_and_value(objective, has_aux=True)(trainable)
+        return grads, value, losses
+
+    return reduce(tree.add, (micro(index) for index in range(batch.tokens.shape[0])))
+
+
+def train_step(
+    state: TrainState,
+    batch: Batch,
+    *,
+    cfg: HyMoConfig,
+    spec: ModelParams,
+    optimizer: GradientTransform,
+    backend: Backend = EAGER,
+) -> tuple[TrainState, Metrics]:
+    """One step: gradient, clipping, update, router balance.
+
+    If loss or gradient is not finite nothing moves but the counters: parameters, moments and balance stay as they are.
+
+    Args:
+        batch: leaves of shape (micro-batches, rows, tokens).
+    """
+    grads, value, losses = gradients(state.params, batch, cfg=cfg, spec=spec, backend=backend)
+    norm = tree.global_norm(grads)
+    finite = torch.isfinite(norm) & torch.isfinite(value)
+
+    trainable, buffers = partition(spec, state.params)
+    updates, moments = optimizer.update(
+        clip(grads, norm, cfg.training.grad_clip), state.optimizer, trainable, state.step
+    )
+    moved = tree.combine(apply_updates(trainable, updates), _balanced(buffers, losses.loads, cfg=cfg))
+    params, moments = tree.select(finite, (moved, moments), (state.params, state.optimizer))
+
+    rows = batch.tokens.shape[0] * batch.tokens.shape[1]
+    skipped = torch.where(finite, 0, state.skipped + 1)
+    after = TrainState(params, moments, state.step + 1, state.samples + rows, skipped)
+    return after, _metrics(after, state, batch, value, losses, norm, finite, cfg=cfg)
+
+
+def experts(params: ModelParams) -> tuple[MoeParams, ...]:
+    """The mixtures of experts, in the order of their layers."""
+    return tuple(block.ffn for block in params.blocks if isinstance(block.ffn, MoeParams))
+
+
+def _balanced(buffers: ModelParams, loads: tuple[Load, ...], *, cfg: HyMoConfig) -> ModelParams:
+    remaining = iter(loads)
+
+    def balance(block: Block) -> Block:
+        if not isinstance(block.ffn, MoeParams):
+            return block
+        moe, speed, alpha = block.ffn, cfg.model.moe_bias_speed, cfg.model.moe_ema_alpha
+        bias, load = rebalance(moe.bias, moe.load, next(remaining).assigned, speed=speed, alpha=alpha)
+        return block._replace(ffn=moe._replace(bias=bias, load=load))
+
+    return buffers._replace(blocks=tuple(balance(block) for block in buffers.blocks))
+
+
+def _metrics(
+    after: TrainState,
+    before: TrainState,
+    batch: Batch,
+    value: Tensor,
+    losses: Losses,
+    norm: Tensor,
+    finite: Tensor,
+    *,
+    cfg: HyMoConfig,
+) -> Metrics:
+    rates = learning_rates(before.optimizer, before.step, schedule=build_schedule(cfg.scheduler))
+    none = value.new_zeros(0, cfg.model.n_routed_experts)
+    assigned = torch.stack([load.assigned for load in losses.loads]) if losses.loads else none
+    dropped = torch.stack([load.dropped for load in losses.loads]) if losses.loads else none[:, 0]
+    bias = torch.stack([moe.bias for moe in experts(after.params)]) if losses.loads else none
+    total = assigned.sum(-1)
+    return Metrics(
+        loss=value,
+        main=losses.main,
+        mtp=losses.mtp,
+        grad_norm=norm,
+        muon_lr=rates["normuon"],
+        adamw_lr=rates["adamw"],
+        tokens=(batch.labels != IGNORED).sum().float(),
+        finite=finite,
+        skipped=after.skipped,
+        load=assigned / total[:, None],
+        dropped=dropped / total,
+        bias=bias,
+    )
