@@ -1,0 +1,257 @@
+"""Memory of a training step on one rank, before anything is allocated: its layers run on fake tensors, watched."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hymo import tree
+from hymo.backend import EAGER, Backend
+from hymo.batch import Batch
+from hymo.config import HyMoConfig, ModelConfig, derive_config
+from hymo.footprint import Footprint, Ledger, footprint, uncompiled_peak
+from hymo.loss import loss, weighted_cross_entropy
+from hymo.model import ModelParams, model_spec, trunk
+from hymo.optim import build_optimizer
+from hymo.params import COMPUTE_ROLES, ROLES, abstract, count, is_spec, partition
+
+SCAN_CHUNK = 64
+"""Tokens of a chunk in the scan kernel: per token and head it keeps one row of a matrix of this size."""
+MOST_CHUNKS = 8
+"""Chunks of the loss that are watched; more of them keep nothing more."""
+
+
+class Memory(NamedTuple):
+    """Bytes on one rank at the fullest moment of a step.
+
+    Args:
+        masters: fp32 parameters and buffers.
+        moments: the optimiser's state, by group.
+        gradients: fp32 gradients that exist at that moment.
+        copies: parameters in the compute dtype, and those gathered from other ranks.
+        activations: what one micro-batch keeps for its backward, and what is being worked on.
+        logits: what is made of one chunk of logits.
+    """
+
+    masters: int
+    moments: dict[str, int]
+    gradients: int
+    copies: int
+    activations: int
+    logits: int
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return self.masters + sum(self.moments.values()) + self.gradients + self.copies + self.activations + self.logits
+
+
+class Moment(NamedTuple):
+    """Bytes that exist at one moment of a step, beside parameters and optimiser state."""
+
+    activations: int
+    gradients: int
+    logits: int
+
+
+def step_memory(config: HyMoConfig, world_size: int = 1, *, backend: Backend = EAGER) -> Memory:
+    """Memory of a step at its fullest moment: when the loss is known, or while a layer's gradient is pulled back.
+
+    A compiled step frees each tensor after its last use, and inductor fuses elementwise operations (`Ledger`). Without
+    compilation, all that a micro-batch makes stays until its gradient is complete. Gathered parameters are taken to
+    stay for the whole step.
+
+    Args:
+        world_size: ranks that share masters, moments and gradients if `training.sharding` is fsdp2.
+        backend: the one whose logit budget the loss has.
+    """
+    spec, trained = model_spec(config.model), config.training
+    ranks = world_size if trained.sharding == "fsdp2" else 1
+    copied = () if _dtype(config) == torch.float32 else COMPUTE_ROLES
+    gathered = tuple(role for role in ROLES if role not in copied) if ranks > 1 else ()
+    copies = [_dtype(config).itemsize * _count(spec, copied), 4 * _count(spec, gathered)]
+    fullest = max(_moments_of_a_step(config, ranks, backend=backend), key=sum)
+    return Memory(
+        masters=4 * count(spec, *ROLES) // ranks,
+        moments={group: size // ranks for group, size in _optimizer_state(config, spec).items()},
+        gradients=fullest.gradients,
+        copies=sum(copies),
+        activations=fullest.activations,
+        logits=fullest.logits,
+    )
+
+
+def uses_kernels(config: HyMoConfig) -> bool:
+    """Whether the estimate is for Triton's kernels: asked for, or what `auto` means where inductor compiles."""
+    trained = config.training
+    return trained.backend == "triton" or (trained.backend == "auto" and trained.compile == "inductor")
+
+
+def _moments_of_a_step(config: HyMoConfig, ranks: int, *, backend: Backend) -> list[Moment]:
+    spec = model_spec(config.model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        kinds = {kind: _layer(config, one) for kind, one in _one_layer_models(config).items()}
+        ends = _ends(config, kinds, backend=backend)
+        logits = _logits(config, backend=backend)
+    layers = [kinds["mla" if index in config.model.mla_layers else "gdn"] for index in range(config.model.n_layers)]
+    blocks = [4 * count(block) // ranks for block in spec.blocks]
+    whole = 4 * count(spec) // ranks
+    summed = whole if config.training.gradient_accumulation_steps > 1 else 0
+
+    kept = ends.kept + sum(layer.kept for layer in layers)
+    if config.training.compile == "none":
+        return [Moment(kept, summed, 0)]
+    moments = [Moment(kept, summed, logits)]
+    for index, layer in enumerate(layers):
+        before = sum(each.kept for each in layers[:index])
+        moments.append(Moment(before + layer.backward, summed + whole - sum(blocks[: index + 1]), 0))
+    return moments
+
+
+def _one_layer_models(config: HyMoConfig) -> dict[str, ModelConfig]:
+    """The kinds of layers in the model, each as a model of one such layer."""
+    model = config.model
+    alone = {
+        "mla": (model.mla_layers, {"n_layers": 1, "mla_offset": 0, "mla_every": 1}),
+        "gdn": (model.gdn_layers, {"n_layers": 1, "mla_offset": 1, "mla_every": 2}),
+    }
+    return {kind: derive_config(config, model=keys).model for kind, (layers, keys) in alone.items() if layers}
+
+
+def _layer(config: HyMoConfig, one: ModelConfig) -> Footprint:
+    """What one layer takes, the residual stream that leaves it included."""
+    spec = ModelParams(table=(), blocks=model_spec(one).blocks, norm=(), head=())  # type: ignore[arg-type]
+    moving, buffers = partition(spec, _fake(config, spec))
+    x = torch.empty(config.training.micro_batch_size, config.training.max_seq_len, one.dim, dtype=_dtype(config))
+    ledger, batch = _ledger(config), _batch(config)
+    backend, capacity = _implementation(config, ledger), one.moe_capacity(x.shape[1])
+
+    def through(moving: ModelParams, x: Tensor) -> Tensor:
+        whole = tree.combine(moving, buffers)
+        return trunk(whole, x, cfg=one, position=batch.position, backend=backend, capacity=capacity).hidden
+
+    if config.training.compile != "none":
+        return footprint(through, moving, x, ledger=ledger)
+    # What stays cannot be seen once the gradient is there, but a second layer adds it.
+    once = uncompiled_peak(through, moving, x)
+    twice = uncompiled_peak(lambda moving, x: through(moving, through(moving, x)), moving, x)
+    return Footprint(once, twice - once, once)
+
+
+def _ends(config: HyMoConfig, kinds: dict[str, Footprint], *, backend: Backend) -> Footprint:
+    """What embedding, heads and loss take beside the layers: a model of one layer, without the layer."""
+    kind, one = next(iter(_one_layer_models(config).items()))
+    spec, layer, batch = model_spec(one), kinds[kind], _batch(config)
+    moving, buffers = partition(spec, _fake(config, spec))
+    counts, capacity, ledger = torch.ones(one.mtp_depth + 1), one.moe_capacity(batch.tokens.shape[1]), _ledger(config)
+    budget = max(backend.logit_budget, batch.tokens.numel() * one.vocab_size // MOST_CHUNKS)
+    implementation = _implementation(config, ledger)._replace(logit_budget=budget)
+
+    def objective(moving: ModelParams) -> Tensor:
+        whole = tree.combine(moving, buffers)
+        return loss(whole, batch, counts, cfg=one, backend=implementation, capacity=capacity)[0]
+
+    if config.training.compile == "none":
+        peak = uncompiled_peak(objective, moving)
+        return Footprint(peak, peak - layer.kept, peak)
+    whole = footprint(objective, moving, ledger=ledger)
+    return Footprint(*(both - of_layer for both, of_layer in zip(whole, layer, strict=True)))
+
+
+def _logits(config: HyMoConfig, *, backend: Backend) -> int:
+    """What one chunk of logits takes, beside what it leaves for the backward."""
+    model, tokens = config.model, _batch(config).tokens.numel()
+    chunk = min(max(1, backend.logit_budget // model.vocab_size), tokens)
+    labels, weight = torch.zeros(chunk, dtype=torch.int64), torch.ones(chunk)
+    hidden, table = (torch.empty(rows, model.dim, dtype=_dtype(config)) for rows in (chunk, model.vocab_size))
+
+    def nats(hidden: Tensor, table: Tensor) -> Tensor:
+        budget = backend.logit_budget
+        return weighted_cross_entropy(hidden, table, labels, weight, cap=model.logit_softcap, logit_budget=budget)
+
+    head = footprint(nats, hidden, table, ledger=_ledger(config))
+    return head.forward - head.kept
+
+
+def _dtype(config: HyMoConfig) -> torch.dtype:
+    dtype: torch.dtype = getattr(torch, config.training.precision)
+    return dtype
+
+
+def _count(spec: ModelParams, roles: tuple[Any, ...]) -> int:
+    return count(spec, *roles) if roles else 0
+
+
+def _fake(config: HyMoConfig, spec: ModelParams) -> ModelParams:
+    """Parameters as the layers use them."""
+
+    def empty(leaf: Any) -> Tensor:
+        return torch.empty(leaf.shape, dtype=_dtype(config) if leaf.role in COMPUTE_ROLES else torch.float32)
+
+    return tree.map(empty, spec, is_leaf=is_spec)
+
+
+def _batch(config: HyMoConfig) -> Batch:
+    ids = torch.zeros(config.training.micro_batch_size, config.training.max_seq_len, dtype=torch.int64)
+    return Batch(ids, ids, ids)
+
+
+def _ledger(config: HyMoConfig) -> Ledger:
+    return Ledger(fused=config.training.compile == "inductor")
+
+
+def _implementation(config: HyMoConfig, ledger: Ledger) -> Backend:
+    return _kernels(ledger) if uses_kernels(config) else EAGER
+
+
+def _optimizer_state(config: HyMoConfig, spec: ModelParams) -> dict[str, int]:
+    """Bytes of the optimiser's state, by group."""
+    trainable, _ = partition(spec, abstract(spec))
+    state = build_optimizer(config.optimizer, config.scheduler, spec).init(trainable)
+    return {group: sum(leaf.nbytes for leaf in tree.leaves(part)) for group, part in state.items()}
+
+
+class Opaque(torch.autograd.Function):
+    """A kernel as memory sees it: it reads and keeps its inputs, makes and keeps results, and makes gradients."""
+
+    @staticmethod
+    def forward(run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
+        return run(*inputs)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.inputs = len(inputs) - 1
+        ctx.save_for_backward(*inputs[1:], *output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        return None, *(x.new_empty(x.shape) for x in ctx.saved_tensors[: ctx.inputs])
+
+
+def _kernels(ledger: Ledger) -> Backend:
+    """Stand-ins for the kernels: they take and keep the memory that those do, and compute nothing."""
+
+    def call(run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+        def read(*inputs: Tensor) -> tuple[Tensor, ...]:
+            ledger.materialize(inputs)
+            return run(*inputs)
+
+        result: Tensor = Opaque.apply(read, *inputs)[0]  # type: ignore[no-untyped-call]
+        return result
+
+    def delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+        return v.new_empty(v.shape), v.new_empty(*v.shape[:3], SCAN_CHUNK)
+
+    def linear(v: Tensor, b: Tensor, c: Tensor, g: Tensor, A_log: Tensor) -> tuple[Tensor, ...]:
+        return (v.new_empty(v.shape),)
+
+    def softmax(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+        return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+    return EAGER._replace(
+        scan=lambda *inputs, **options: (call(delta, *inputs), None),
+        linear_scan=lambda *inputs, **options: (call(linear, *inputs), None),
+        attend=lambda *inputs, **options: call(softmax, *inputs),
+    )

@@ -1,0 +1,326 @@
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib import util
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tiny_run import prepare, run_config
+
+from hymo.batch import Batch
+from hymo.config_yaml import load_config, to_yaml
+from hymo.jit import _compiler_error
+from hymo.trainer import Trainer
+
+ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "recipes" / "pretrain.py"
+TIMES = ("tokens_per_second", "seconds", "eta_seconds")
+FILES = {"checkpoints", "config.yaml", "metrics.jsonl", "report.html", "run.json", "sample.txt", "tokenizer.json"}
+
+
+class Outcome(NamedTuple):
+    """What one call of the recipe left behind."""
+
+    code: int
+    out: str
+    error: str
+
+
+Run = Callable[..., Outcome]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return prepare(tmp_path_factory.mktemp("corpus") / "data")
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
+    """Calls the recipe in a folder of its own."""
+    spec = util.spec_from_file_location("pretrain", RECIPE)
+    assert spec is not None
+    assert spec.loader is not None
+    recipe = util.module_from_spec(spec)
+    spec.loader.exec_module(recipe)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+
+    def call(*arguments: str | Path) -> Outcome:
+        code = recipe.main([str(argument) for argument in arguments])
+        out, error = capsys.readouterr()
+        return Outcome(code, out, error)
+
+    yield call
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def config(data: Path, tmp_path: Path) -> Path:
+    """A configuration of four steps."""
+    return write_config(tmp_path / "trial.yaml", data)
+
+
+def write_config(path: Path, prepared: Path, **changes: Any) -> Path:
+    both = {"scheduler": {"total_steps": 4}, "training": {"eval_interval": 2}, **changes}
+    path.write_text(to_yaml(run_config(prepared, **both)))
+    return path
+
+
+def records(folder: Path) -> list[dict[str, Any]]:
+    """The log without its times."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def assert_refused(outcome: Outcome, *parts: str) -> None:
+    """Exit code 2, one line that has all `parts`, and nothing written where the recipe was called."""
+    assert outcome.code == 2, outcome.error
+    assert len(outcome.error.splitlines()) == 1, outcome.error
+    for part in parts:
+        assert part in outcome.error
+    assert not names(Path.cwd())
+
+
+def test_a_run_leaves_all_that_is_needed_to_read_it(run: Run, config: Path) -> None:
+    outcome = run(config)
+    assert (outcome.code, outcome.error) == (0, "")
+    folder = Path("runs/trial-1")
+    assert names(folder) == FILES
+    assert load_config(folder / "config.yaml").run.output_dir == str(folder.absolute())
+    identity = json.loads((folder / "run.json").read_text())
+    assert identity.keys() == {"name", "command", "versions", "parameters", "baselines"}
+    assert set(identity["baselines"]) == {"order0_bits_per_byte", "xz_bits_per_byte"}
+    last = records(folder)[-1]
+    assert (last["kind"], last["step"]) == ("eval", 4)
+    assert f"validation: {last['bits_per_byte']:.3f} bits/byte (order-0 entropy " in outcome.out
+    sample = (folder / "sample.txt").read_text()
+    assert sample.strip()
+    assert sample.rstrip("\n") in outcome.out
+
+
+def test_each_run_gets_a_folder_of_its_own(run: Run, config: Path) -> None:
+    assert run(config).code == run(config).code == 0
+    assert names(Path("runs")) == {"trial-1", "trial-2"}
+    assert records(Path("runs/trial-1")) == records(Path("runs/trial-2"))
+    samples = [(Path("runs") / name / "sample.txt").read_text() for name in ("trial-1", "trial-2")]
+    assert samples[0] == samples[1]
+
+
+def test_a_run_that_was_killed_goes_on_as_if_nothing_happened(data: Path, tmp_path: Path) -> None:
+    config = write_config(tmp_path / "trial.yaml", data)
+
+    def start(*arguments: str) -> None:
+        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, str(RECIPE), *arguments]
+        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+    start(str(config), "run.output_dir=whole")
+    # What is there when a run dies after its third step: the second's checkpoint and half a line.
+    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
+    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "step_00000004")
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(lines[:4]) + lines[4][:50])
+    start("killed/config.yaml", "run.output_dir=killed", "--resume")
+    assert records(tmp_path / "killed") == records(tmp_path / "whole")
+    assert [record["step"] for record in records(tmp_path / "whole")] == [1, 2, 2, 3, 4, 4]
+
+
+def test_a_dry_run_tells_the_costs_and_touches_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    def allocate(*arguments: object, **options: object) -> None:
+        raise AssertionError("a dry run drew weights")
+
+    monkeypatch.setattr("hymo.params.ParamSpec.draw", allocate)
+    outcome = run(ROOT / "recipes" / "configs" / "hymo_750m.yaml", "--dry-run", "scheduler.total_steps=7")
+    assert outcome.code == 0
+    assert "1.13 B" in outcome.out
+    assert not names(Path.cwd())
+
+
+def test_the_default_is_tiny(run: Run) -> None:
+    assert "tiny: " in run("--dry-run").out
+
+
+def test_a_folder_with_a_run_wants_to_be_resumed_or_overwritten(run: Run, config: Path, tmp_path: Path) -> None:
+    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
+    assert run(config, place, "scheduler.total_steps=2").code == 0
+    before = records(folder)
+    assert_refused(run(config, place), str(folder), "already holds a run", "--resume", "--overwrite")
+    assert records(folder) == before
+    assert run(config, place, "--resume").code == 0
+    assert records(folder)[:3] == before
+    assert [record["step"] for record in records(folder)] == [1, 2, 2, 3, 4, 4]
+    assert run(config, place, "scheduler.total_steps=1", "--overwrite").code == 0
+    assert [record["step"] for record in records(folder)] == [1, 1]
+    assert names(folder / "checkpoints") == {"latest", "step_00000001"}
+
+
+def test_overwriting_that_fails_keeps_the_old_run(run: Run, config: Path, tmp_path: Path) -> None:
+    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
+    assert run(config, place, "scheduler.total_steps=1").code == 0
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    assert_refused(run(config, place, "--overwrite", "data.folder=nowhere"), "nowhere", "no such file")
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    (folder / "thesis.tex").write_text("mine")
+    assert_refused(run(config, place, "--overwrite"), "thesis.tex", "move it away first")
+    assert (folder / "thesis.tex").read_text() == "mine"
+
+
+def test_a_run_stopped_before_its_first_checkpoint_begins_anew(run: Run, config: Path, tmp_path: Path) -> None:
+    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
+    assert run(config, place).code == 0
+    whole = records(folder)
+    shutil.rmtree(folder / "checkpoints")
+    outcome = run(config, place, "--resume")
+    assert outcome.code == 0
+    assert "going on after step 0" in outcome.out
+    assert records(folder) == whole
+
+
+def test_an_interrupted_run_goes_on(run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run(config, f"run.output_dir={tmp_path / 'whole'}").code == 0
+    place, steps = f"run.output_dir={tmp_path / 'place'}", iter(range(3))
+    next_batch = Trainer._next_batch
+
+    def interrupted(trainer: Trainer) -> Batch:
+        if next(steps, None) is None:
+            raise KeyboardInterrupt
+        return next_batch(trainer)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "_next_batch", interrupted)
+        outcome = run(config, place)
+    assert (outcome.code, outcome.error) == (130, "interrupted; --resume goes on from the last checkpoint\n")
+    assert "going on after step 2" in run(config, place, "--resume").out
+    assert records(tmp_path / "place") == records(tmp_path / "whole")
+
+
+def test_resuming_with_another_model_is_refused(run: Run, config: Path, tmp_path: Path) -> None:
+    place = f"run.output_dir={tmp_path / 'place'}"
+    assert run(config, place, "scheduler.total_steps=2").code == 0
+    before = (tmp_path / "place" / "config.yaml").read_bytes()
+    outcome = run(config, place, "--resume", "model.logit_softcap=30")
+    assert_refused(outcome, "made with model.logit_softcap 15.0, this run has 30.0")
+    assert (tmp_path / "place" / "config.yaml").read_bytes() == before
+    assert_refused(run(config, place, "--resume", "training.seed=7"), "made with training.seed 42, this run has 7")
+
+
+def test_training_that_diverges_is_one_line_and_exit_code_1(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hymo.step.clip", lambda grads, norm, limit: grads)
+    monkeypatch.setattr("hymo.step.tree.global_norm", lambda grads: torch.tensor(float("nan")))
+    outcome = run(config, "training.nan_skip_budget=1")
+    assert outcome.code == 1
+    assert outcome.error.count("\n") == 1
+    assert "training.nan_skip_budget" in outcome.error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["training.sed=7"], ["training.sed: unknown key", "did you mean 'seed'?"]),
+        (["optimizer.muon_lr=abc"], ["optimizer.muon_lr: expected float", "'abc'"]),
+        (["training.micro_batch_size=0"], ["training.micro_batch_size: expected int in [1, inf), got 0"]),
+        (["model.n_heads=6", "model.n_kv_groups=4"], ["model.n_kv_groups: expected a divisor of n_heads (6), got 4"]),
+        (["model.qk_rope_head_dim=7"], ["model.qk_rope_head_dim: expected an even number, got 7"]),
+        (["training.max_seq_len=64"], ["training.max_seq_len: expected at most model.max_seq_len (32), got 64"]),
+        (["model.vocab_size=700"], ["model.vocab_size: expected 512, that of the tokenizer, got 700"]),
+        (["seed"], ["seed: expected section.key=value"]),
+        (["training.global_batch_size=64"], ["training.global_batch_size", "= 4, got 64"]),
+        (["data.folder=nowhere"], ["nowhere", "no such file"]),
+        (["data.folder=null"], ["data.tokenizer", "got null"]),
+        (["data.tokenizer=nowhere.json"], ["nowhere.json: no such file"]),
+        (["data.validation=nowhere/*.bin"], ["nowhere/*.bin", "no token shards"]),
+        (["data.sources=[{name: poems, weight: 1}]"], ["no source 'poems'", "'prose'"]),
+        (["training.backend=triton"], ["training.backend", "triton", "eager"]),
+        (["run.trackers=[wandb]"], ["run.trackers", "not available yet", "wandb"]),
+        (["--resume"], ["--resume: expected run.output_dir=FOLDER"]),
+        (["--overwrite"], ["--overwrite: expected run.output_dir=FOLDER"]),
+        (["--resume", "--overwrite"], ["--overwrite: not allowed with argument --resume"]),
+        (["--resume", "run.output_dir=nowhere"], ["nowhere holds no run"]),
+        (["--fast"], ["unrecognized arguments: --fast"]),
+    ],
+)
+def test_what_is_asked_wrongly_is_one_line(run: Run, config: Path, arguments: list[str], parts: list[str]) -> None:
+    assert_refused(run(config, *arguments), *parts)
+
+
+def test_a_wrong_line_of_a_file_is_named(run: Run, data: Path, tmp_path: Path) -> None:
+    path = write_config(tmp_path / "trial.yaml", data)
+    lines = path.read_text().splitlines()
+    number = next(i for i, line in enumerate(lines) if "muon_lr" in line)
+    path.write_text("\n".join([*lines[:number], "  muon_lr: fast", *lines[number + 1 :]]))
+    assert_refused(run(path), "optimizer.muon_lr: expected float", "'fast'", f"trial.yaml:{number + 1}")
+
+
+def test_every_problem_has_a_line(run: Run, config: Path) -> None:
+    outcome = run(config, "training.sed=7", "optimizer.muon_lr=abc")
+    assert outcome.code == 2
+    assert len(outcome.error.splitlines()) == 2
+
+
+def test_a_missing_configuration_suggests_the_nearest(run: Run, config: Path) -> None:
+    assert_refused(run(config.with_name("trail.yaml")), "trail.yaml: no such file", "did you mean", "trial.yaml")
+
+
+def test_shards_of_another_tokenizer_are_refused(run: Run, config: Path, tmp_path: Path) -> None:
+    other = prepare(tmp_path / "other", vocab_size=250)
+    outcome = run(config, f"data.tokenizer={other / 'tokenizer.json'}", "model.vocab_size=506")
+    assert_refused(outcome, "tokenizer", json.loads((other / "manifest.json").read_text())["tokenizer"])
+
+
+def test_a_token_id_out_of_range_is_refused(run: Run, data: Path, config: Path, tmp_path: Path) -> None:
+    damaged = shutil.copytree(data, tmp_path / "damaged")
+    shard = damaged / "prose_train_00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[1024 + 14 : 1024 + 16] = (60_000).to_bytes(2, "little")
+    shard.write_bytes(content)
+    outcome = run(config, f"data.folder={damaged}")
+    assert_refused(outcome, "prose", "token id 60000 at position 7", "0 to 511")
+
+
+def test_a_text_shorter_than_a_row_is_refused(run: Run, config: Path) -> None:
+    longer = ["model.max_seq_len=65536", "training.max_seq_len=65536", "data.val_tokens=65536"]
+    assert_refused(run(config, *longer), "source prose", "65537")
+
+
+def test_a_file_in_place_of_the_folder_is_refused(run: Run, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("mine")
+    assert_refused(run(config, f"run.output_dir={tmp_path / 'file'}"), "expected a folder", "which is a file")
+    assert_refused(run(config, f"run.output_dir={tmp_path / 'file' / 'inside'}"), "inside", "Not a directory")
+
+
+def test_no_compiler_for_inductor_is_one_line(run: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
+    _compiler_error.cache_clear()
+    outcome = run(config, "training.compile=inductor")
+    _compiler_error.cache_clear()
+    assert_refused(outcome, "training.compile: inductor", "C++ compiler", "`aot_eager` and `none` work")
+
+
+def test_many_ranks_are_not_there_yet(run: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert_refused(run(config), "WORLD_SIZE", "got 2")
+
+
+def test_our_own_mistakes_keep_their_traceback(run: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mistake(*arguments: object, **options: object) -> None:
+        raise ValueError("ours")
+
+    monkeypatch.setattr("hymo.trainer.init_train_state", mistake)
+    with pytest.raises(ValueError, match="ours"):
+        run(config)

@@ -1,0 +1,87 @@
+"""What the README says can be typed, and is true."""
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+BLOCKS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines()]
+# Kept small enough for the default suite: the long ones are run whole by .ci/run.
+SHORTER = ["scheduler.total_steps=2", "training.max_seq_len=64", "training.compile=none", "data.val_tokens=64"]
+
+
+def run(*arguments: str, folder: Path) -> str:
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_snippets_run_one_after_another(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(ROOT)
+    names: dict[str, Any] = {}
+    assert len(SNIPPETS) == 3
+    for snippet in SNIPPETS:
+        smaller = snippet.replace('"aot_eager"', '"none"').replace("(1, 8, 257)", "(1, 2, 65)")
+        exec(compile(smaller, "README", "exec"), names)
+    printed = capsys.readouterr().out
+    nats = float(re.findall(r"([\d.]+) nats", printed)[0])
+    assert abs(nats - 7.74) < 0.2
+    assert names["o"].shape == (2, 512, 4, 32)
+
+
+def test_commands_work_in_their_order(tmp_path: Path) -> None:
+    install = 'python -m pip install -e ".[dev]" && '
+    first, tests, *rest = COMMANDS
+    assert first == install + "python recipes/pretrain.py"
+    assert tests == install + "python -m pytest"
+    assert [shlex.split(command)[1] for command in rest] == [
+        "recipes/pretrain.py",
+        "recipes/pretrain.py",
+        "recipes/pretrain.py",
+        "recipes/evaluate.py",
+        "recipes/generate.py",
+    ]
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    for command in rest:
+        words = shlex.split(command)[1:]
+        if "run.output_dir=trial" in words:
+            words += SHORTER
+        if "recipes/generate.py" in words:
+            words += ["--max-new-tokens", "5"]
+        assert run(*words, folder=tmp_path)
+    assert (tmp_path / "trial" / "report.html").is_file()
+
+
+def test_places_that_are_named_exist() -> None:
+    named = re.findall(r"`((?:hymo|kernels|recipes|tests|benchmarks|docs)/[\w./]*)`", README)
+    assert len(named) > 20
+    for name in named:
+        assert (ROOT / name).exists(), name
+
+
+def test_every_module_of_hymo_is_on_the_map_or_in_a_folder_that_is() -> None:
+    table = README.split("## Where things are")[1].split("## Measured")[0]
+    inner = [
+        "__init__",
+        "section",
+        "config_reference",
+        "chart",
+        "footprint",
+        "progress",
+        "run_data",
+        "run_folder",
+        "handle",
+    ]
+    for path in (ROOT / "hymo").glob("*.py"):
+        assert path.stem in inner or f"`hymo/{path.name}`" in table, path.name
