@@ -78,7 +78,7 @@ def keep(params: Any, spec: Any) -> Any:
 
 
 EAGER = Backend(
-    scan=gated_delta_rule,
+    scan=partial(gated_delta_rule, backend="eager"),
     linear_scan=gated_linear_scan,
     conv=causal_conv1d,
     attend=attend,
@@ -99,7 +99,8 @@ def choose_backend(training: TrainingConfig, device: torch.device | str) -> Back
     """
     kind = torch.device(device).type
     if training.backend == "triton":
-        reason = "there are no kernels yet" if kind == "cuda" else f"it needs an NVIDIA GPU, this is a {kind}"
+        unproven = "its kernels are not proven inside a compiled step yet"
+        reason = unproven if kind == "cuda" else f"it needs an NVIDIA GPU, this is a {kind}"
         raise ValueError(f"training.backend: triton is not available, {reason}; auto and eager work")
     backend = EAGER._replace(logit_budget=GPU_LOGIT_BUDGET) if kind == "cuda" else EAGER
     return with_compute_dtype(backend, getattr(torch, training.precision))

@@ -164,10 +164,14 @@ def _folded(call: Callable[..., Any], info: Any, dims: Any, args: Any, *, shared
             return x
         return (x.expand(size, *x.shape) if dims[i] is None else x.movedim(dims[i], 0)).flatten(0, 1)
 
+    def unfold(x: Tensor) -> Tensor:
+        # Not -1 for the batch: an output without elements would leave it open.
+        return x.reshape(size, x.shape[0] // size, *x.shape[1:])
+
     outputs = call(*(fold(i, x) for i, x in enumerate(args)))
     if isinstance(outputs, Tensor):
-        return outputs.reshape(size, -1, *outputs.shape[1:]), 0
-    return tuple(x.reshape(size, -1, *x.shape[1:]) for x in outputs), (0,) * len(outputs)
+        return unfold(outputs), 0
+    return tuple(unfold(x) for x in outputs), (0,) * len(outputs)
 
 
 def _one_by_one(call: Callable[..., Any], info: Any, dims: Any, args: Any) -> Any:

@@ -178,3 +178,13 @@ def test_raw_op_under_vmap_equals_a_loop():
     many = MANY[0]
     o, _ = torch.func.vmap(lambda v: _forward_op(PARAMS["q"], v, None, 2.0))(many)
     torch.testing.assert_close(o, torch.stack([PARAMS["q"] * v * 2 for v in many]))
+
+
+def test_an_output_without_elements_keeps_its_batch_under_vmap():
+    def backward(needs: Any, arguments: Any, outputs: Any, grads: Any) -> tuple[Tensor, ...]:
+        return (grads[0] * 2,)
+
+    empty = differentiable(lambda x: (x * 2, x[..., :0]), backward, save=())
+    doubled, nothing = torch.func.vmap(empty)(torch.ones(3, 2, 4))
+    assert torch.equal(doubled, torch.full((3, 2, 4), 2.0))
+    assert nothing.shape == (3, 2, 0)

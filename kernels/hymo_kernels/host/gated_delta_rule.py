@@ -11,6 +11,7 @@ from torch import Tensor
 from hymo_kernels.host.gated_delta_rule_chunked import chunked_delta
 from hymo_kernels.host.gated_delta_rule_definition import definition, recurrent
 from hymo_kernels.host.packed import pack, packing, unpack
+from hymo_kernels.host.triton_gated_delta_rule import Options, triton_gated_delta_rule, unavailable
 
 # Up to this many tokens a loop over tokens beats the chunked form.
 SHORT = 8
@@ -71,7 +72,8 @@ def gated_delta_rule(
         cu_seqlens_cpu, chunk_indices: accepted for call sites of fla; not needed.
         chunk_size: 16, 32 or 64, a hint for the chunked form.
         precision: of fp32 products on an accelerator; the CPU is always "ieee".
-        backend: None takes what the tensors' device has.
+        backend: "triton" (16-bit tensors on an NVIDIA GPU, widths up to 128), "eager" (plain PyTorch, anything), or
+            None: Triton where it can, except for the forms "recurrent" and "definition".
         form: "chunk" for training, "recurrent" for a few tokens, "definition" for proofs (slow, any order of
             derivative); "auto" is recurrent up to 8 tokens.
 
@@ -88,6 +90,25 @@ def gated_delta_rule(
             "gated_delta_rule: allow_neg_eigval doubles the sigmoid of use_beta_sigmoid_in_kernel, which is False; "
             "pass 2 * beta instead"
         )
+    scale = k.shape[-1] ** -0.5 if scale is None else scale
+    if use_gate_in_kernel and A_log is None:
+        raise ValueError("gated_delta_rule: use_gate_in_kernel needs A_log, one number a value head; got None")
+    if _takes_triton(q, v, backend=backend, form=form):
+        options = Options(
+            scale=scale,
+            norm=use_qk_l2norm_in_kernel,
+            gate=use_gate_in_kernel,
+            sigmoid=use_beta_sigmoid_in_kernel,
+            beta_max=2.0 if allow_neg_eigval else 1.0,
+            keep_end=output_final_state,
+        )
+        start = initial_state.mT if initial_state is not None and state_v_first else initial_state
+        if not use_gate_in_kernel:
+            A_log, dt_bias = None, None
+        o, end = triton_gated_delta_rule(
+            q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=start, cu_seqlens=cu_seqlens, options=options
+        )
+        return o, (end.mT if state_v_first else end) if output_final_state else None
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     out_dtype = v.dtype
     q, k, v, beta = q.to(exact), k.to(exact), v.to(exact), beta.to(exact)
@@ -97,10 +118,9 @@ def gated_delta_rule(
     if use_beta_sigmoid_in_kernel:
         beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
     if use_gate_in_kernel:
-        if A_log is None:
-            raise ValueError("gated_delta_rule: use_gate_in_kernel needs A_log, one number a value head; got None")
+        assert A_log is not None
         g = -A_log.to(exact).exp() * torch.nn.functional.softplus(g if dt_bias is None else g + dt_bias.to(exact))
-    q = q * (k.shape[-1] ** -0.5 if scale is None else scale)
+    q = q * scale
 
     at = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], max_seqlen=max_seqlen)
     if at is not None:
@@ -135,6 +155,16 @@ def _form(form: Form, time: int, chunk_size: int | None) -> Callable[..., tuple[
     if form == "recurrent" or (form == "auto" and time <= SHORT):
         return recurrent
     return partial(chunked_delta, chunk=chunk_size)
+
+
+def _takes_triton(q: Tensor, v: Tensor, *, backend: str | None, form: Form) -> bool:
+    """Whether the Triton kernels compute this call: if asked to, or if they can and nobody said otherwise."""
+    if backend == "eager" or (backend is None and form in ("recurrent", "definition")):
+        return False
+    reason = unavailable(q, v)
+    if backend == "triton" and reason:
+        raise ValueError(f"gated_delta_rule: backend='triton' is not available, {reason}; use backend='eager' or None")
+    return reason is None
 
 
 def _l2_normalized(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
@@ -180,10 +210,6 @@ def _check_available(
 ) -> None:
     if backend not in (None, "eager", "triton"):
         raise ValueError(f"gated_delta_rule: backend must be 'eager', 'triton' or None; got {backend!r}")
-    if backend == "triton":
-        raise ValueError(
-            f"gated_delta_rule: backend='triton' has no kernel for {v.device.type} tensors; use backend='eager' or None"
-        )
     if cp_context is not None:
         raise ValueError("gated_delta_rule: cp_context (context parallelism) is not available; pass None")
     if state_indices is not None:

@@ -1,0 +1,114 @@
+"""The Triton scan: interpreted on the CPU, compiled for a GPU that is not there, and run where there is one."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hymo_kernels import chunk_gated_delta_rule, naive_gated_delta_rule
+from hymo_kernels.host.triton_gated_delta_rule import PLANS
+from tests.kernels.triton_cases import Case, worst_heads
+
+ROOT = Path(__file__).parents[2]
+
+# Three times `kernels.md` C.2 for mild gates, random keys and beta below 1.5, in bf16.
+BUDGET = {"dg": 2e-2, "dbeta": 1.5e-2}
+WIDTHS = [(16, 16), (32, 32), (64, 64), (96, 128), (128, 128), (128, 64)]
+GPU_CASES = [
+    *(Case(2, 500, 2, 2, k, v, resets=(166, 253)) for k, v in WIDTHS),
+    Case(1, 700, 2, 6, 128, 128, bounds=(0, 64, 64, 193, 650)),
+    Case(1, 1000, 1, 2, 32, 32, bounds=(0, 1, 3, 500, 500, 990)),
+    Case(2, 300, 2, 4, 64, 64, in_kernel=True, resets=(70,)),
+    Case(1, 64 * 40, 1, 1, 128, 128, gate=-0.5, state=False),
+    Case(1, 64 * 40, 1, 1, 32, 32, gate=-0.01),
+    Case(1, 1, 2, 2, 128, 128),
+    Case(1, 129, 1, 1, 128, 128, gate=-16.0),
+]
+
+
+def test_interpreted_kernels_equal_the_definition() -> None:
+    pytest.importorskip("triton", reason="Triton is an extra")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
+    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "triton_cases.py")]
+    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_asking_for_kernels_that_are_not_there_is_an_error() -> None:
+    q = torch.randn(1, 4, 1, 16)
+    with pytest.raises(ValueError, match=r"backend='triton' is not available, it needs tensors on an NVIDIA GPU"):
+        chunk_gated_delta_rule(q, q, q, None, torch.rand(1, 4, 1), backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+def test_kernels_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
+    assert set(PLANS) == {32, 64, 128}
+    errors = worst_heads(case, "cuda", dtype)
+    wrong = {name: error for name, error in errors.items() if not error < BUDGET.get(name, 1e-2)}
+    assert not wrong, errors
+
+
+@pytest.mark.gpu
+def test_kernels_are_bitwise_repeatable() -> None:
+    x = [torch.randn(1, 4096, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    g, beta = -torch.rand(1, 4096, 4, device="cuda"), torch.rand(1, 4096, 4, device="cuda")
+
+    def gradient() -> tuple[torch.Tensor, ...]:
+        return torch.func.grad(
+            lambda *y: chunk_gated_delta_rule(*y, use_qk_l2norm_in_kernel=True)[0].float().square().sum(),
+            (0, 1, 2, 3, 4),
+        )(*x, g, beta)
+
+    first = gradient()
+    for _ in range(20):
+        assert all(torch.equal(a, b) for a, b in zip(first, gradient(), strict=True))
+
+
+@pytest.mark.gpu
+def test_kernels_compile_and_vmap() -> None:
+    q, k, v = (torch.randn(3, 2, 200, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    g, beta = -torch.rand(3, 2, 200, 2, device="cuda"), torch.rand(3, 2, 200, 2, device="cuda")
+
+    def loss(*x: torch.Tensor) -> torch.Tensor:
+        return chunk_gated_delta_rule(*x, use_qk_l2norm_in_kernel=True)[0].float().square().mean()
+
+    each = [torch.func.grad(loss, (0, 1, 2, 3, 4))(*(x[i] for x in (q, k, v, g, beta))) for i in range(3)]
+    mapped = torch.func.vmap(torch.func.grad(loss, (0, 1, 2, 3, 4)))(q, k, v, g, beta)
+    compiled = torch.compile(torch.func.grad(loss, (0, 1, 2, 3, 4)), fullgraph=True)(
+        *(x[0] for x in (q, k, v, g, beta))
+    )
+    for i, found in enumerate(mapped):
+        for j in range(3):
+            torch.testing.assert_close(found[j], each[j][i], rtol=0, atol=0)
+        torch.testing.assert_close(compiled[i], each[0][i], rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_nan_stays_in_its_row_and_head() -> None:
+    q = torch.randn(2, 130, 2, 64, device="cuda", dtype=torch.bfloat16)
+    g, beta = -torch.rand(2, 130, 2, device="cuda"), torch.rand(2, 130, 2, device="cuda")
+    clean = chunk_gated_delta_rule(q, q, q, g, beta, use_qk_l2norm_in_kernel=True)[0]
+    poisoned = q.clone()
+    poisoned[0, 100, 0] = float("nan")
+    found = chunk_gated_delta_rule(poisoned, poisoned, poisoned, g, beta, use_qk_l2norm_in_kernel=True)[0]
+    assert torch.equal(found[1], clean[1])
+    assert torch.equal(found[0, :, 1], clean[0, :, 1])
+    # Chunks before the one that holds it.
+    assert torch.equal(found[0, :64], clean[0, :64])
+
+
+@pytest.mark.gpu
+def test_the_first_step_after_a_prefill_continues_it() -> None:
+    q = torch.randn(1, 200, 2, 128, device="cuda", dtype=torch.bfloat16)
+    g, beta = -torch.rand(1, 200, 2, device="cuda"), torch.rand(1, 200, 2, device="cuda")
+    options = {"output_final_state": True, "use_qk_l2norm_in_kernel": True}
+    whole, state = naive_gated_delta_rule(q, q, q, g, beta, **options)
+    _, half = chunk_gated_delta_rule(*(x[:, :150] for x in (q, q, q, g, beta)), **options)
+    rest, end = chunk_gated_delta_rule(*(x[:, 150:] for x in (q, q, q, g, beta)), initial_state=half, **options)
+    assert (rest - whole[:, 150:]).norm() < 1e-2 * whole[:, 150:].norm()
+    assert (end - state).norm() < 1e-2 * state.norm()

@@ -1,0 +1,139 @@
+"""Cases of the Triton scan against the definition in fp64, for the interpreter and for a GPU.
+
+Run as a program, the interpreter's: `TRITON_INTERPRET=1 python tests/kernels/triton_cases.py`. Triton looks at that
+variable when it is imported, so that the tests give it a process of its own.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hymo_kernels import naive_gated_delta_rule
+from hymo_kernels.host import triton_gated_delta_rule as kernels
+
+NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
+HEAD_AXIS = (2, 1, 2, 2, 2, 2, 2, 1)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call: sizes, gates, and what is optional."""
+
+    b: int
+    t: int
+    h: int
+    hv: int
+    k: int
+    v: int
+    gate: float = -0.3
+    norm: bool = True
+    state: bool = True
+    resets: tuple[int, ...] = ()
+    bounds: tuple[int, ...] = ()
+    in_kernel: bool = False
+
+
+def inputs(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """Tensors of a case, drawn on the CPU."""
+    draw = torch.Generator().manual_seed(case.t * 131 + case.k)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    sequences = len(case.bounds) - 1 if case.bounds else case.b
+    q, k, v = (
+        normal(case.b, case.t, case.h, case.k),
+        normal(case.b, case.t, case.h, case.k),
+        normal(case.b, case.t, case.hv, case.v),
+    )
+    if not case.norm:
+        q, k = torch.nn.functional.normalize(q, dim=-1), torch.nn.functional.normalize(k, dim=-1)
+    g = (
+        normal(case.b, case.t, case.hv)
+        if case.in_kernel
+        else case.gate * torch.rand(case.b, case.t, case.hv, generator=draw)
+    )
+    beta = (
+        normal(case.b, case.t, case.hv) if case.in_kernel else 1.5 * torch.rand(case.b, case.t, case.hv, generator=draw)
+    )
+    for reset in case.resets:
+        g[:, reset] = float("inf") if case.in_kernel else -float("inf")
+    state = (sequences, case.hv, case.k, case.v)
+    wide = {"g": g, "beta": beta, "start": normal(*state) if case.state else None, "d_end": normal(*state)}
+    low = {"q": q, "k": k, "v": v, "do": normal(case.b, case.t, case.hv, case.v)}
+    made: dict[str, Tensor | None] = {name: x.to(device, dtype) for name, x in low.items()}
+    made |= {name: None if x is None else x.to(device) for name, x in wide.items()}
+    made["bounds"] = torch.tensor(case.bounds, dtype=torch.int32, device=device) if case.bounds else None
+    made["A_log"] = torch.linspace(-2, 1, case.hv).to(device) if case.in_kernel else None
+    made["dt_bias"] = torch.linspace(-1, 1, case.hv).to(device) if case.in_kernel else None
+    return made
+
+
+def by_kernels(case: Case, x: dict[str, Tensor | None]) -> list[Tensor]:
+    """Read-outs, final state, and gradients, straight from the launchers."""
+    static = (case.k**-0.5, case.norm, case.in_kernel, case.in_kernel, 2.0 if case.in_kernel else 1.0, True)
+    tensors = [x[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "start", "bounds")]
+    o, end, *made = kernels.forward(*tensors, *static)  # type: ignore[arg-type]
+    grads = kernels.backward(*tensors, *made, x["do"], x["d_end"], False, *static)  # type: ignore[arg-type]
+    found = kernels.Gradients(*grads)
+    return [o, end, found.q, found.k, found.v, found.gates, found.beta, *([found.start] if case.state else [])]
+
+
+def by_definition(case: Case, x: dict[str, Tensor | None]) -> list[Tensor]:
+    """The same in fp64 on the CPU."""
+    names = ["q", "k", "v", "g", "beta", *(["start"] if case.state else [])]
+    leaves = [x[name].cpu().double().requires_grad_() for name in names]  # type: ignore[union-attr]
+    o, end = naive_gated_delta_rule(
+        *leaves[:5],
+        initial_state=leaves[5] if case.state else None,
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=case.norm,
+        use_beta_sigmoid_in_kernel=case.in_kernel,
+        allow_neg_eigval=case.in_kernel,
+        use_gate_in_kernel=case.in_kernel,
+        A_log=None if x["A_log"] is None else x["A_log"].cpu(),
+        dt_bias=None if x["dt_bias"] is None else x["dt_bias"].cpu(),
+        cu_seqlens=None if x["bounds"] is None else x["bounds"].cpu(),
+    )
+    assert end is not None
+    assert x["do"] is not None
+    assert x["d_end"] is not None
+    loss = (o * x["do"].cpu().double()).sum() + (end * x["d_end"].cpu().double()).sum()
+    return [o, end, *torch.autograd.grad(loss, leaves)]
+
+
+def worst_heads(case: Case, device: str, dtype: torch.dtype) -> dict[str, float]:
+    """Relative error of every quantity, of the head that has it worst; never NaN: that counts as infinite."""
+    x = inputs(case, device, dtype)
+    errors = {}
+    for name, axis, got, want in zip(NAMES, HEAD_AXIS, by_kernels(case, x), by_definition(case, x), strict=False):
+        difference = (got.cpu().double() - want).movedim(axis, 0).flatten(1).norm(dim=1)
+        # dg and dbeta are sums of k * v products, which may cancel: their floor is the size of the terms.
+        floor = (case.k * case.v) ** 0.5 / 4 if name in ("dg", "dbeta") else 1e-3
+        size = want.movedim(axis, 0).flatten(1).norm(dim=1).clamp(min=floor)
+        errors[name] = float((difference / size).nan_to_num(float("inf")).max())
+    return errors
+
+
+INTERPRETED = (
+    Case(1, 70, 1, 1, 16, 16),
+    Case(1, 70, 1, 2, 16, 32, resets=(20, 25)),
+    Case(2, 130, 1, 1, 32, 16, norm=False),
+    Case(1, 150, 1, 1, 16, 16, bounds=(0, 20, 20, 97, 140)),
+    Case(1, 80, 1, 2, 24, 16, in_kernel=True, resets=(3,)),
+    Case(1, 64 * 20, 1, 1, 16, 16, gate=-0.5, state=False),
+)
+
+
+def main() -> None:
+    # Two multiprocessors, so that the long case is cut into segments.
+    kernels.multiprocessors = lambda device: 2  # type: ignore[assignment]
+    for case in INTERPRETED:
+        errors = worst_heads(case, "cpu", torch.float32)
+        print(case, {name: f"{error:.1e}" for name, error in errors.items()})
+        assert max(errors.values()) < 5e-6, (case, errors)
+
+
+if __name__ == "__main__":
+    main()
