@@ -8,15 +8,13 @@ from hymo.config import HyMoConfig, ModelConfig
 from hymo.layers.gdn import GdnParams
 from hymo.layers.mla import MlaParams
 from hymo.layers.moe import MoeParams
-from hymo.memory import Memory, step_memory, uses_kernels
+from hymo.memory import SCAN_CHUNK, Memory, step_memory, uses_kernels
 from hymo.model import model_spec
 from hymo.optim import GroupRow, group_table
 from hymo.params import ParamSpec, count, is_spec
 
 Row = tuple[str, ...]
 
-CHUNK = 64
-"""Tokens that the scan treats as one matrix product, in the count of its arithmetic."""
 BACKWARD = 2
 """The backward pass over the forward pass: each matrix product has two gradients, each a product of the same size."""
 MANY_EPOCHS = 4
@@ -24,7 +22,7 @@ MANY_EPOCHS = 4
 
 CONVENTION = (
     "FLOPs: 2 for each multiply-add of matrix products and convolutions, forward + 2 x backward; attention causal, T/2",
-    f"keys a query; scan in chunks of {CHUNK}; top-k experts, not their capacity; nothing for elementwise work.",
+    f"keys a query; scan in chunks of {SCAN_CHUNK}; top-k experts, not their capacity; nothing for elementwise work.",
 )
 
 PEAK_FLOPS = {
@@ -214,22 +212,17 @@ def scan_flops(cfg: ModelConfig) -> float:
     """
     key, value, heads = cfg.gdn_key_dim, cfg.gdn_value_dim, cfg.gdn_n_heads
     if cfg.gdn_rule == "gated_linear":
-        return float(heads * (2 * 2 * key * value + 2 * CHUNK * (key + value)))
-    per_value_head = 3 * 2 * key * value + 2 * 2 * CHUNK * value
-    return float(heads * per_value_head + cfg.gdn_n_key_heads * 2 * 2 * CHUNK * key)
+        return float(heads * (2 * 2 * key * value + 2 * SCAN_CHUNK * (key + value)))
+    per_value_head = 3 * 2 * key * value + 2 * 2 * SCAN_CHUNK * value
+    return float(heads * per_value_head + cfg.gdn_n_key_heads * 2 * 2 * SCAN_CHUNK * key)
 
 
 def _part(name: str, specs: Any, *, share: float = 1.0) -> Part:
     """The parameters of `specs`, of which a token uses the fraction `share`, and the products with them."""
     leaves: list[ParamSpec] = [leaf for leaf in tree.leaves(specs, is_leaf=is_spec) if leaf.role != "buffer"]
     stored = sum(leaf.size for leaf in leaves)
-    multiplied = sum(leaf.size for leaf in leaves if _is_contracted(leaf) and leaf.role != "embed")
+    multiplied = sum(leaf.size for leaf in leaves if leaf.inputs and leaf.role != "embed")
     return Part(name, stored, round(stored * share), 2 * (1 + BACKWARD) * multiplied * share)
-
-
-def _is_contracted(leaf: ParamSpec) -> bool:
-    """Whether a token is multiplied by the parameter and summed over its inputs, as by a matrix or a convolution."""
-    return bool(leaf.inputs) and set(leaf.inputs.split()) <= set(leaf.axes)
 
 
 def describe(config: HyMoConfig, world_size: int = 1) -> str:

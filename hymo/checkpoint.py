@@ -4,9 +4,11 @@
     checkpoints/latest           the name of the newest
 
 A checkpoint is written beside its place, made durable, and renamed; `latest` moves then, and older ones go last. So a
-folder called `step_...` is complete, and one that was cut short afterwards is told by the sizes in its meta.json.
+folder called `step_...` is complete. One that was cut short afterwards is told by the sizes in its meta.json and never
+counts; one whose bytes were changed is told by their sha256 there, when it is loaded.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -21,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
@@ -28,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from hymo import tree
 from hymo.config import HyMoConfig
+from hymo.data.record import expect, expect_format, expect_keys, read_json
 from hymo.params import is_spec
 from hymo.section import build
 from hymo.step import TrainState
@@ -36,8 +40,20 @@ T = TypeVar("T")
 
 FORMAT = 1
 META = "meta.json"
+METADATA = ".metadata"
 LATEST = "latest"
 _NAME = re.compile(r"step_(\d{8,})")
+_META_KEYS = {
+    "step": int,
+    "samples": int,
+    "tokenizer": str,
+    "data": str,
+    "config": dict,
+    "versions": dict,
+    "files": dict,
+    "sha256": dict,
+}
+_REMEDY = "move that folder away to use the checkpoint before it"
 
 # What a continued run may not change: all else is read from the state or only decides how fast it goes.
 _FIXED = ("model", "optimizer", "training.seed", "training.max_seq_len")
@@ -67,10 +83,11 @@ class CheckpointMeta(NamedTuple):
 
 
 def save_checkpoint(folder: str | Path, state: TrainState, *, meta: Provenance, keep_last: int = 2) -> Path:
-    """Publishes `state` in `folder` and returns its place; older checkpoints but for `keep_last - 1` are removed.
+    """Publishes `state` in `folder` and returns its place; of older complete ones `keep_last - 1` are kept.
 
     Raises:
         ValueError: if a parameter or a moment is not finite, named; nothing is written then.
+        OSError: if it cannot be written; what there was stays, and no half of the new one.
     """
     leaves, step = tree.paths(state), int(state.step)
     for name, leaf in leaves.items():
@@ -79,46 +96,44 @@ def save_checkpoint(folder: str | Path, state: TrainState, *, meta: Provenance, 
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
     target = root / f"step_{step:08d}"
-    partial = _aside(target)
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    with _single_process():
-        save(leaves, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=True)
-    record = {
-        "format": FORMAT,
-        "step": step,
-        "samples": int(state.samples),
-        "tokenizer": meta.tokenizer,
-        "data": meta.data,
-        "config": asdict(meta.config),
-        "versions": versions(),
-        "files": {path.name: path.stat().st_size for path in sorted(partial.iterdir())},
-    }
-    _write_durably(partial / META, json.dumps(record, indent=1) + "\n")
-    _sync_folder(partial)
-    # A run that was set back comes by the same step again.
-    _remove(target)
-    partial.rename(target)
-    _sync_folder(root)
-    pointer = _aside(root / LATEST)
-    _write_durably(pointer, target.name + "\n")
-    os.replace(pointer, root / LATEST)
-    _sync_folder(root)
-    others = [path for path in _published(root) if path != target]
+    with _published_whole(target) as partial:
+        partial.mkdir()
+        with _single_process(partial):
+            save(leaves, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=True)
+        written = sorted(partial.iterdir())
+        record = {
+            "format": FORMAT,
+            "step": step,
+            "samples": int(state.samples),
+            "tokenizer": meta.tokenizer,
+            "data": meta.data,
+            "config": asdict(meta.config),
+            "versions": versions(),
+            "files": {path.name: path.stat().st_size for path in written},
+            "sha256": {path.name: _sha256(path) for path in written},
+        }
+        _write_durably(partial / META, json.dumps(record, indent=1) + "\n")
+        _sync_folder(partial)
+    with _published_whole(root / LATEST) as pointer:
+        _write_durably(pointer, target.name + "\n")
+    others = [path for path in _published(root) if path != target and _is_complete(path)]
     for path in others[keep_last - 1 :]:
         _remove(path)
     for path in root.glob(".*.partial"):
-        shutil.rmtree(path, ignore_errors=True)
+        _delete(path)
     return target
 
 
 def find_latest(folder: str | Path) -> Path | None:
     """The complete checkpoint that `latest` names, else the newest complete one, else None."""
     root = Path(folder)
-    pointer = root / LATEST
-    named = [root / pointer.read_text(encoding="utf-8").strip()] if pointer.is_file() else []
-    candidates = [path for path in (*named, *_published(root)) if _NAME.fullmatch(path.name)]
+    candidates = (*_named_latest(root), *_published(root))
     return next((path for path in candidates if _is_complete(path)), None)
+
+
+def incomplete(folder: str | Path) -> list[Path]:
+    """The checkpoints that `find_latest` passes over, since a part of them is missing or unreadable; newest first."""
+    return [path for path in _published(Path(folder)) if not _is_complete(path)]
 
 
 def read_meta(path: str | Path) -> CheckpointMeta:
@@ -128,7 +143,12 @@ def read_meta(path: str | Path) -> CheckpointMeta:
         ValueError: if it is missing, cut short, or of another format.
     """
     record = _read_record(Path(path))
-    provenance = Provenance(build(HyMoConfig, record["config"]), record["tokenizer"], record["data"])
+    try:
+        config = build(HyMoConfig, record["config"])
+    except ValueError as error:
+        problems = "; ".join(str(error).splitlines())
+        raise ValueError(f"checkpoint {path}: its {META} has a config that does not fit: {problems}") from None
+    provenance = Provenance(config, record["tokenizer"], record["data"])
     return CheckpointMeta(record["step"], record["samples"], provenance, record["versions"])
 
 
@@ -136,8 +156,8 @@ def load_checkpoint(path: str | Path, state: T) -> T:
     """The state stored at `path`, in new tensors with the structure, dtypes and devices of `state`.
 
     Raises:
-        ValueError: if the checkpoint is not complete, or naming the first leaf that is missing, unknown, or of another
-            shape or dtype than in `state`.
+        ValueError: if the checkpoint is not complete or was changed, or naming the first leaf that is missing, unknown,
+            or of another shape or dtype than in `state`.
     """
     return _load(Path(path), tree.map(torch.empty_like, state), prefix="")
 
@@ -181,7 +201,7 @@ def versions() -> dict[str, str]:
 
 
 def _load(path: Path, target: T, *, prefix: str) -> T:
-    _read_record(path)
+    _check_content(path)
     leaves: dict[str, Tensor] = {prefix + name: leaf for name, leaf in tree.paths(target).items()}
     reader = FileSystemReader(path)
     stored = {
@@ -194,7 +214,7 @@ def _load(path: Path, target: T, *, prefix: str) -> T:
         if name not in leaves:
             raise ValueError(f"checkpoint {path}: {name} is unknown to the configuration")
         _check_leaf(path, name, entry, leaves[name])
-    with _single_process():
+    with _single_process(path):
         load(leaves, storage_reader=reader, no_dist=True)
     return target
 
@@ -217,18 +237,37 @@ def _fixed_keys(config: HyMoConfig) -> dict[str, Any]:
 
 def _read_record(path: Path) -> dict[str, Any]:
     try:
-        record: dict[str, Any] = json.loads((path / META).read_text(encoding="utf-8"))
+        content = read_json(path / META)
+        expect_format(FORMAT, content, META)
+        record = expect_keys(_META_KEYS, content, META)
+        expect(int, record["files"].get(METADATA), f"{META}.files.{METADATA}")
     except FileNotFoundError:
         raise ValueError(f"checkpoint {path}: no {META} there; a complete checkpoint has one") from None
-    except (OSError, ValueError) as error:
-        raise ValueError(f"checkpoint {path}: its {META} cannot be read ({error})") from None
-    if record.get("format") != FORMAT:
-        raise ValueError(f"checkpoint {path}: format {record.get('format')!r}, this version reads {FORMAT}")
+    except OSError as error:
+        raise ValueError(f"checkpoint {path}: its {META} cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"checkpoint {path}: its {META} cannot be read ({error}); {_REMEDY}") from None
     for name, size in record["files"].items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
-            raise ValueError(f"checkpoint {path}: {name} has {found} bytes, {size} expected; it is not complete")
+            raise ValueError(f"checkpoint {path}: {name} has {found} bytes, {size} expected; {_REMEDY}")
     return record
+
+
+def _check_content(path: Path) -> None:
+    """Raises ValueError at the first file whose bytes are not those that were written."""
+    record = _read_record(path)
+    for name in record["files"]:
+        found, written = _sha256(path / name), str(record["sha256"].get(name))
+        if found != written:
+            raise ValueError(
+                f"checkpoint {path}: {name} is damaged, its sha256 is {found[:12]}, {written[:12]} expected; {_REMEDY}"
+            )
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _is_complete(path: Path) -> bool:
@@ -237,6 +276,15 @@ def _is_complete(path: Path) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _named_latest(root: Path) -> list[Path]:
+    """What `latest` names; nothing if it cannot be read, for then the folders decide."""
+    try:
+        name = (root / LATEST).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return []
+    return [root / name] if _NAME.fullmatch(name) else []
 
 
 def _published(root: Path) -> list[Path]:
@@ -250,13 +298,37 @@ def _aside(path: Path) -> Path:
     return path.with_name(f".{path.name}.partial")
 
 
+@contextmanager
+def _published_whole(target: Path) -> Iterator[Path]:
+    """A place to make `target` in: moved there when the block ends, removed when it fails."""
+    partial = _aside(target)
+    _delete(partial)
+    try:
+        yield partial
+        # A run that was set back comes by the same step again.
+        if target.is_dir():
+            _remove(target)
+        partial.rename(target)
+        _sync_folder(target.parent)
+    except Exception:
+        _delete(partial)
+        raise
+
+
 def _remove(path: Path) -> None:
     """Takes a checkpoint away; at no moment is a part of it under its name."""
     aside = _aside(path).with_suffix(".removed.partial")
-    if path.exists():
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-        shutil.rmtree(aside, ignore_errors=True)
+    _delete(aside)
+    path.rename(aside)
+    _delete(aside)
+
+
+def _delete(path: Path) -> None:
+    """Removes what may be there under a name that never counts."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _write_durably(path: Path, text: str) -> None:
@@ -275,8 +347,22 @@ def _sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def _single_process() -> Iterator[None]:
-    # torch.distributed.checkpoint warns that it assumes a single process even when it is told so.
+def _single_process(path: Path) -> Iterator[None]:
+    """For torch.distributed.checkpoint at `path`: what goes wrong comes out as itself, the disk's part as OSError."""
+    # It warns that it assumes a single process even when it is told so.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+        try:
+            yield
+        except CheckpointException as error:
+            # No `except Exception` would catch this one, and it hides even a KeyboardInterrupt.
+            first = next(cause for cause, _ in error.failures.values())
+            disk = next((cause for cause in _causes(first) if isinstance(cause, OSError)), None)
+            raise (OSError(disk.errno, disk.strerror, str(path)) if disk else first) from None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """An exception, and those that it was raised from."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__

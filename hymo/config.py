@@ -1,5 +1,6 @@
 """Every number of a run, in one frozen tree: model, optimizer, scheduler, training, data, run.
 
+Ranges leave room for any machine there is; they end where a tensor's bytes would not fit 64 bits, or a number fp32.
 The defaults are hymo v1.0. What follows from other numbers is a property or a method, so that nothing is typed twice.
 """
 
@@ -17,6 +18,33 @@ SPECIAL_TOKENS = 5
 BYTE_TOKENS = 256
 # The sources of the corpus that every Python installation carries.
 EMBEDDED_SOURCES = ("prose", "code")
+# Tokens of one forward pass: attention makes a score for each pair of them and head, which must fit 64 bits.
+MICRO_BATCH_TOKENS = 2**24
+
+
+def _problem(name: str, message: str) -> Problem:
+    return Problem((name,), message)
+
+
+def _indivisible(name: str, parts: int, whole_name: str, whole: int) -> Problem:
+    works = ", ".join(str(n) for n in range(1, min(whole, 256) + 1) if whole % n == 0)
+    return _problem(name, f"expected a divisor of {whole_name} ({whole}), got {parts}; {works} would work")
+
+
+def _misplaced(section: Section, *names: str) -> Iterator[Problem]:
+    """The keys that are to be paths and cannot be."""
+    for name in names:
+        path = getattr(section, name)
+        if path is None:
+            continue
+        if not path.strip() or "\0" in path:
+            yield _problem(name, f"expected a path, or null, got {path!r}")
+        elif path.startswith("~"):
+            yield _problem(name, f"expected a path without ~, which only shells know, got {path!r}; $HOME would work")
+
+
+def _is_file_name(name: str) -> bool:
+    return bool(name.strip(". ")) and not set(name) & set("/\\\0") and name.isprintable()
 
 
 @dataclass(frozen=True)
@@ -29,54 +57,56 @@ class ModelConfig(Section):
     vocab_size: int = key(
         64256,
         "Token ids, the 5 special and the 256 byte tokens included.",
-        within=f"[{SPECIAL_TOKENS + BYTE_TOKENS + 1}, inf)",
+        within=f"[{SPECIAL_TOKENS + BYTE_TOKENS + 1}, 16777216]",
     )
-    max_seq_len: int = key(4096, "Longest sequence the model is meant for, in tokens.", within="[1, inf)")
+    max_seq_len: int = key(4096, "Longest sequence the model is meant for, in tokens.", within="[1, 16777216]")
     tie_embeddings: bool = key(True, "Whether the output head is the embedding table, transposed.")
-    n_layers: int = key(32, "Layers, of both kinds together.", within="[1, inf)")
-    dim: int = key(896, "Width of the residual stream.", within="[1, inf)")
-    mla_every: int = key(4, "One layer in so many is an MLA layer.", within="[1, inf)")
-    mla_offset: int = key(0, "Index of the first MLA layer; below `mla_every`.", within="[0, inf)")
-    n_heads: int = key(16, "MLA query heads; a multiple of `n_kv_groups`.", within="[1, inf)")
-    n_kv_groups: int = key(4, "MLA key/value heads; each serves n_heads / n_kv_groups of them.", within="[1, inf)")
-    q_lora_rank: int = key(224, "MLA query latent width.", within="[1, inf)")
-    kv_lora_rank: int = key(128, "MLA key/value latent width; with the rotary key it is the cache.", within="[1, inf)")
-    qk_nope_head_dim: int = key(96, "Dims of a query or key head that know no position.", within="[0, inf)")
-    qk_rope_head_dim: int = key(32, "Dims of a query or key head that rotate with position; even.", within="[0, inf)")
-    v_head_dim: int = key(128, "Dims of an MLA value head.", within="[1, inf)")
-    rope_theta: float = key(10000.0, "Base of the rotary wavelengths, in tokens, of MLA and GDN.", within="(1, inf)")
-    gdn_n_heads: int = key(14, "GDN value heads, one memory each; a multiple of `gdn_n_key_heads`.", within="[1, inf)")
-    gdn_n_key_heads: int = key(14, "GDN query/key heads; a divisor of `gdn_n_heads`.", within="[1, inf)")
-    gdn_key_dim: int = key(128, "Dims of a GDN query or key head: rows of a memory.", within="[1, inf)")
-    gdn_value_dim: int = key(128, "Dims of a GDN value head: columns of a memory.", within="[1, inf)")
-    gdn_conv: int = key(4, "Taps of the causal convolution on queries, keys and values, in tokens.", within="[1, inf)")
+    n_layers: int = key(32, "Layers, of both kinds together.", within="[1, 1000]")
+    dim: int = key(896, "Width of the residual stream.", within="[1, 65536]")
+    mla_every: int = key(4, "One layer in so many is an MLA layer.", within="[1, 1000]")
+    mla_offset: int = key(0, "Index of the first MLA layer; below `mla_every`.", within="[0, 1000)")
+    n_heads: int = key(16, "MLA query heads; a multiple of `n_kv_groups`.", within="[1, 4096]")
+    n_kv_groups: int = key(4, "MLA key/value heads; each serves n_heads / n_kv_groups of them.", within="[1, 4096]")
+    q_lora_rank: int = key(224, "MLA query latent width.", within="[1, 65536]")
+    kv_lora_rank: int = key(
+        128, "MLA key/value latent width; it and the rotary key are the cache.", within="[1, 65536]"
+    )
+    qk_nope_head_dim: int = key(96, "Dims of a query or key head that know no position.", within="[0, 4096]")
+    qk_rope_head_dim: int = key(32, "Dims of a query or key head that rotate with position; even.", within="[0, 4096]")
+    v_head_dim: int = key(128, "Dims of an MLA value head.", within="[1, 4096]")
+    rope_theta: float = key(10000.0, "Base of the rotary wavelengths, in tokens, of MLA and GDN.", within="(1, 1e30]")
+    gdn_n_heads: int = key(14, "GDN value heads, one memory each; a multiple of `gdn_n_key_heads`.", within="[1, 4096]")
+    gdn_n_key_heads: int = key(14, "GDN query/key heads; a divisor of `gdn_n_heads`.", within="[1, 4096]")
+    gdn_key_dim: int = key(128, "Dims of a GDN query or key head: rows of a memory.", within="[1, 4096]")
+    gdn_value_dim: int = key(128, "Dims of a GDN value head: columns of a memory.", within="[1, 4096]")
+    gdn_conv: int = key(4, "Taps of the causal convolution on queries, keys and values, in tokens.", within="[1, 256]")
     gdn_rule: Literal["gated_delta", "delta", "gated_linear"] = key(
         "gated_delta", "How a memory is written: erase and write under decay, without decay, or decay without erasing."
     )
     gdn_rope_fraction: float = key(
         0.25, "Fraction of `gdn_key_dim` that rotates with position: an even number of dims.", within="[0, 1]"
     )
-    gdn_ffn_dim: int = key(0, "Hidden width of a SwiGLU after each GDN mixer; 0 for none.", within="[0, inf)")
+    gdn_ffn_dim: int = key(0, "Hidden width of a SwiGLU after each GDN mixer; 0 for none.", within="[0, 65536]")
     gdn_value_skip: bool = key(False, "Whether a GDN read-out adds D times its value, D learned per head.")
     gdn_allow_neg_eigval: bool = key(False, "Whether GDN writes with strength in (0, 2), not (0, 1).")
-    n_routed_experts: int = key(16, "Experts of an MLA layer that a router chooses from.", within="[1, inf)")
-    n_shared_experts: int = key(1, "Experts of an MLA layer that every token uses.", within="[0, inf)")
-    n_activated_experts: int = key(2, "Routed experts a token uses; at most `n_routed_experts`.", within="[1, inf)")
-    moe_inter_dim: int = key(2304, "Hidden width of one SwiGLU expert.", within="[1, inf)")
+    n_routed_experts: int = key(16, "Experts of an MLA layer that a router chooses from.", within="[1, 4096]")
+    n_shared_experts: int = key(1, "Experts of an MLA layer that every token uses.", within="[0, 4096]")
+    n_activated_experts: int = key(2, "Routed experts a token uses; at most `n_routed_experts`.", within="[1, 4096]")
+    moe_inter_dim: int = key(2304, "Hidden width of one SwiGLU expert.", within="[1, 65536]")
     moe_capacity_factor: float = key(
-        1.5, "Tokens of a row that an expert takes in training, over its even share.", within="(0, inf)"
+        1.5, "Tokens of a row that an expert takes in training, over its even share.", within="(0, 1e6]"
     )
     moe_ema_alpha: float = key(
         0.02, "Weight of the newest step in the moving average of expert loads; 1 for no smoothing.", within="(0, 1]"
     )
     moe_bias_speed: float = key(
-        0.001, "Router bias moved per step towards an even load, in router score.", within="[0, inf)"
+        0.001, "Router bias moved per step towards an even load, in router score.", within="[0, 1]"
     )
-    mtp_depth: int = key(2, "Extra heads, the k-th of which predicts the token k + 1 ahead.", within="[0, inf)")
-    mtp_loss_weights: tuple[float, ...] = key((0.3, 0.1), "Weight of each extra head's loss.", within="[0, inf)")
-    mtp_inter_dim: int = key(2304, "Hidden width of the SwiGLU of an extra head.", within="[1, inf)")
-    logit_softcap: float = key(15.0, "Bound c of all logits, c tanh(logit / c), in nats.", within="(0, inf)")
-    norm_eps: float = key(1e-6, "Added to the mean square in every RMSNorm.", within="(0, inf)")
+    mtp_depth: int = key(2, "Extra heads, the k-th of which predicts the token k + 1 ahead.", within="[0, 64]")
+    mtp_loss_weights: tuple[float, ...] = key((0.3, 0.1), "Weight of each extra head's loss.", within="[0, 1e6]")
+    mtp_inter_dim: int = key(2304, "Hidden width of the SwiGLU of an extra head.", within="[1, 65536]")
+    logit_softcap: float = key(15.0, "Bound c of all logits, c tanh(logit / c), in nats.", within="[1e-6, 1e6]")
+    norm_eps: float = key(1e-6, "Added to the mean square in every RMSNorm.", within="[1e-30, 1]")
 
     def rules(self) -> Iterator[Problem]:
         if self.mla_offset >= self.mla_every:
@@ -137,7 +167,7 @@ class ModelConfig(Section):
         """How many tokens of a row one expert takes in training: its even share times the factor, rounded up."""
         share = tokens * self.n_activated_experts / self.n_routed_experts
         # 1.1 * 10 is a hair above 11 in binary; it must not buy a twelfth place.
-        return min(tokens, math.ceil(self.moe_capacity_factor * share - 1e-6))
+        return min(tokens, max(1, math.ceil(self.moe_capacity_factor * share - 1e-6)))
 
 
 @dataclass(frozen=True)
@@ -147,12 +177,12 @@ class OptimizerConfig(Section):
     Sources: NorMuon arXiv:2510.05491, cautious weight decay arXiv:2510.12402, AdamW arXiv:1711.05101.
     """
 
-    muon_lr: float = key(0.02, "Peak learning rate of NorMuon.", within="[0, inf)")
+    muon_lr: float = key(0.02, "Peak learning rate of NorMuon.", within="[0, 1e6]")
     muon_momentum: float = key(0.95, "Decay of NorMuon's (Nesterov) gradient average, per step.", within="[0, 1)")
     muon_beta2: float = key(0.95, "Decay of NorMuon's second moment of each neuron, per step.", within="[0, 1)")
-    muon_eps: float = key(1e-8, "Added to the root of NorMuon's second moment.", within="(0, inf)")
+    muon_eps: float = key(1e-8, "Added to the root of NorMuon's second moment.", within="[1e-30, 1]")
     muon_weight_decay: float = key(
-        0.1, "Decoupled weight decay of NorMuon, times its learning rate.", within="[0, inf)"
+        0.1, "Decoupled weight decay of NorMuon, times its learning rate.", within="[0, 1e6]"
     )
     muon_scale: Literal["spectral", "rms"] = key(
         "spectral",
@@ -160,14 +190,14 @@ class OptimizerConfig(Section):
         " paper, which wants a `muon_lr` like AdamW's.",
     )
     normuon_experts: bool = key(False, "Whether NorMuon updates the expert matrices too, each by itself.")
-    adamw_lr: float = key(3e-4, "Peak learning rate of AdamW.", within="[0, inf)")
+    adamw_lr: float = key(3e-4, "Peak learning rate of AdamW.", within="[0, 1e6]")
     adamw_betas: tuple[float, float] = key((0.9, 0.95), "Decay of AdamW's two moments, per step.", within="[0, 1)")
-    adamw_eps: float = key(1e-8, "Added to the root of AdamW's second moment.", within="(0, inf)")
+    adamw_eps: float = key(1e-8, "Added to the root of AdamW's second moment.", within="[1e-30, 1]")
     adamw_weight_decay: float = key(
-        0.0, "Decoupled weight decay of AdamW except embeddings, times its learning rate.", within="[0, inf)"
+        0.0, "Decoupled weight decay of AdamW except embeddings, times its learning rate.", within="[0, 1e6]"
     )
     adamw_embed_weight_decay: float = key(
-        0.1, "Decoupled weight decay of embeddings and output head, times AdamW's learning rate.", within="[0, inf)"
+        0.1, "Decoupled weight decay of embeddings and output head, times AdamW's learning rate.", within="[0, 1e6]"
     )
     cautious_wd: bool = key(True, "Whether a weight decays only where its update shrinks it too.")
 
@@ -176,7 +206,7 @@ class OptimizerConfig(Section):
 class SchedulerConfig(Section):
     """Warmup, stable, decay: one factor of the step for both learning rates. The three fractions sum to 1."""
 
-    total_steps: int = key(57220, "Optimiser steps of the whole run.", within="[1, inf)")
+    total_steps: int = key(57220, "Optimiser steps of the whole run.", within="[1, 1e12]")
     warmup_frac: float = key(
         0.02, "Fraction of the steps in which learning rates rise linearly from 0.", within="[0, 1]"
     )
@@ -212,14 +242,14 @@ class SchedulerConfig(Section):
 class TrainingConfig(Section):
     """How a step is computed and how often the run saves, logs and evaluates. A row is `max_seq_len` tokens."""
 
-    micro_batch_size: int = key(4, "Rows per rank in one forward pass.", within="[1, inf)")
-    gradient_accumulation_steps: int = key(8, "Forward passes whose gradients make one step.", within="[1, inf)")
+    micro_batch_size: int = key(4, "Rows per rank in one forward pass.", within="[1, 1e6]")
+    gradient_accumulation_steps: int = key(8, "Forward passes whose gradients make one step.", within="[1, 1e6]")
     global_batch_size: int | None = key(
         None,
         "Rows per step over all ranks, checked: micro_batch_size x gradient_accumulation_steps x ranks; null for any.",
-        within="[1, inf)",
+        within="[1, 1e18]",
     )
-    max_seq_len: int = key(4096, "Tokens of a row; at most `model.max_seq_len`.", within="[1, inf)")
+    max_seq_len: int = key(4096, "Tokens of a row; at most `model.max_seq_len`.", within="[1, 16777216]")
     precision: Literal["float32", "bfloat16"] = key(
         "bfloat16", "Type of activations and matrix products; master weights and moments are always float32."
     )
@@ -232,11 +262,11 @@ class TrainingConfig(Section):
     sharding: Literal["fsdp2", "none"] = key(
         "fsdp2", "Whether parameters and moments are split over the ranks; with one rank it makes no difference."
     )
-    grad_clip: float = key(1.0, "Largest global gradient norm; .inf for no clipping.", within="(0, inf]")
-    nan_skip_budget: int = key(10, "Non-finite steps skipped in a row before the run ends.", within="[0, inf)")
-    save_interval: int = key(4000, "Steps between checkpoints.", within="[1, inf)")
-    log_interval: int = key(50, "Steps between progress lines.", within="[1, inf)")
-    eval_interval: int = key(2000, "Steps between evaluations.", within="[1, inf)")
+    grad_clip: float = key(1.0, "Largest global gradient norm; .inf for no clipping.", within="[1e-30, inf]")
+    nan_skip_budget: int = key(10, "Non-finite steps skipped in a row before the run ends.", within="[0, 1e12]")
+    save_interval: int = key(4000, "Steps between checkpoints.", within="[1, 1e12]")
+    log_interval: int = key(50, "Steps between progress lines.", within="[1, 1e12]")
+    eval_interval: int = key(2000, "Steps between evaluations.", within="[1, 1e12]")
     seed: int = key(42, "Source of all randomness: initial weights and order of the data.", within="[0, 4294967296)")
 
     def rows_per_step(self, world_size: int = 1) -> int:
@@ -263,8 +293,11 @@ class SourceConfig(Section):
     weight: float = key(REQUIRED, "Fraction of the training windows that come from it.", within="(0, 1]")
     shards: str | None = key(None, "Training shards: a folder or a glob; null for those in `data.folder`.")
     tokens: int | None = key(
-        None, "Tokens there are, for a dry run's count of epochs; null if unknown.", within="[1, inf)"
+        None, "Tokens there are, for a dry run's count of epochs; null if unknown.", within="[1, 1e18]"
     )
+
+    def rules(self) -> Iterator[Problem]:
+        yield from _misplaced(self, "shards")
 
 
 # Sizes as published by each source's authors, in their own tokenizer's tokens.
@@ -297,7 +330,7 @@ class DataConfig(Section):
     )
     tokenizer: str | None = key(None, "Tokenizer file; null for the tokenizer.json in `folder`.")
     validation: str | None = key(None, "Held-out shards: a folder or a glob; null for those in `folder`.")
-    val_tokens: int = key(4194304, "Tokens that one evaluation scores, at most, over all sources.", within="[1, inf)")
+    val_tokens: int = key(4194304, "Tokens that one evaluation scores, at most, over all sources.", within="[1, 1e18]")
 
     def rules(self) -> Iterator[Problem]:
         names = [each.name for each in self.sources]
@@ -313,6 +346,7 @@ class DataConfig(Section):
                 yield Problem(("sources", index, "name"), f"expected {' or '.join(EMBEDDED_SOURCES)}, got {name!r}")
             if self.corpus == "embedded" and self.sources[index].shards is not None:
                 yield Problem(("sources", index, "shards"), "expected null with corpus embedded, got a path")
+        yield from _misplaced(self, "folder", "tokenizer", "validation")
         total = math.fsum(each.weight for each in self.sources)
         if not math.isclose(total, 1, abs_tol=1e-6):
             yield _problem("sources", f"expected weights that sum to 1, got {total:.6g}")
@@ -331,6 +365,7 @@ class RunConfig(Section):
     def rules(self) -> Iterator[Problem]:
         if not _is_file_name(self.name):
             yield _problem("name", f"expected a name that can be a folder's, got {self.name!r}")
+        yield from _misplaced(self, "output_dir")
 
 
 @dataclass(frozen=True)
@@ -349,6 +384,10 @@ class HyMoConfig(Section):
         if tokens > self.model.max_seq_len:
             message = f"expected at most model.max_seq_len ({self.model.max_seq_len}), got {tokens}"
             yield Problem(("training", "max_seq_len"), message)
+        if self.training.micro_batch_size * tokens > MICRO_BATCH_TOKENS:
+            most = MICRO_BATCH_TOKENS // tokens
+            message = f"expected at most {most} rows of max_seq_len ({tokens}), got {self.training.micro_batch_size}"
+            yield Problem(("training", "micro_batch_size"), message)
         if tokens <= self.model.mtp_depth:
             message = f"expected more than model.mtp_depth ({self.model.mtp_depth}), got {tokens}"
             yield Problem(("training", "max_seq_len"), message)
@@ -388,16 +427,3 @@ def derive_config(config: HyMoConfig, **changes: Any) -> HyMoConfig:
 
 def _keys(section: Section) -> dict[str, Any]:
     return {each.name: getattr(section, each.name) for each in fields(section)}
-
-
-def _problem(name: str, message: str) -> Problem:
-    return Problem((name,), message)
-
-
-def _indivisible(name: str, parts: int, whole_name: str, whole: int) -> Problem:
-    works = ", ".join(str(n) for n in range(1, min(whole, 256) + 1) if whole % n == 0)
-    return _problem(name, f"expected a divisor of {whole_name} ({whole}), got {parts}; {works} would work")
-
-
-def _is_file_name(name: str) -> bool:
-    return bool(name.strip(". ")) and not set(name) & set("/\\\0") and name.isprintable()

@@ -17,7 +17,8 @@ _INTRODUCTION = """\
 
 A configuration is a YAML file of six sections. A key that is not given keeps the default below, hymo v1.0's. A key
 that does not exist, a key given twice and a value of a wrong type are errors that name the line. An integer passes for
-a float, `3e8` for an integer. On the command line, `section.key=value` comes on top of the file:
+a float, `3e8` for an integer. Aliases, tags and paths that begin with `~` are errors too. On the command line,
+`section.key=value` comes on top of the file, each key once; where text is expected it needs no quotes:
 
 ```
 python recipes/pretrain.py recipes/configs/tiny.yaml scheduler.total_steps=50 'optimizer.adamw_betas=[0.9, 0.99]'

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import yaml
 
 from hymo.config import HyMoConfig, SourceConfig
-from hymo.section import ConfigError, KeyPath, Problem, Section, build
+from hymo.section import FLOAT_END, ConfigError, KeyPath, Problem, Section, build, describe, received
 
 # Where each key stands, for messages: `tiny.yaml:14` or `argument 'training.seed=7'`.
 Places: TypeAlias = dict[KeyPath, str]
@@ -21,7 +21,11 @@ Places: TypeAlias = dict[KeyPath, str]
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "tag:yaml.org,2002:null": (r"(~|null|Null|NULL|)\Z", lambda text: None),
     "tag:yaml.org,2002:bool": (r"(true|True|TRUE|false|False|FALSE)\Z", lambda text: text.lower() == "true"),
-    "tag:yaml.org,2002:int": (r"[-+]?[0-9]+(_[0-9]+)*\Z", int),
+    "tag:yaml.org,2002:int": (
+        r"[-+]?[0-9]+(_[0-9]+)*\Z",
+        # Python reads no integer of more than 4,300 digits; no key takes one of a tenth of that.
+        lambda text: int(text) if len(text) < 4300 else FLOAT_END,
+    ),
     "tag:yaml.org,2002:float": (
         r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?\Z|[-+]?\.(inf|Inf|INF)\Z|\.(nan|NaN|NAN)\Z",
         lambda text: float(re.sub(r"\.([a-zA-Z])", r"\1", text)),
@@ -31,6 +35,8 @@ _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
 _RESOLVERS: dict[Any, list[tuple[str, re.Pattern[str]]]] = {
     None: [(tag, re.compile(pattern)) for tag, (pattern, _) in _SCALARS.items()]
 }
+# A list of sections in a section is four deep.
+_DEEPEST = 20
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = ()) -> HyMoConfig:
@@ -42,10 +48,10 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> HyMoConfig:
     """
     raw, places, problems = _parse(_read(Path(path)), lambda line: f"{path}:{line}")
     if not isinstance(raw, dict):
-        received = "an empty file" if raw is None else f"{type(raw).__name__} {raw!r}"
-        raise ConfigError([Problem((str(path),), f"expected sections such as `model:`, got {received}")])
+        raise _no_sections(str(path), "an empty file" if raw is None else received(raw))
+    arguments: Places = {}
     for argument in overrides:
-        problems += _override(raw, places, argument)
+        problems += _override(raw, places, arguments, argument)
     try:
         config = build(HyMoConfig, raw)
     except ConfigError as error:
@@ -55,12 +61,14 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> HyMoConfig:
     return config
 
 
-def load_config_from_dict(raw: Mapping[str, Any]) -> HyMoConfig:
+def load_config_from_dict(raw: object) -> HyMoConfig:
     """The configuration of a dictionary of sections; keys not given keep v1.0's value.
 
     Raises:
         ConfigError: with everything that is wrong, one line each.
     """
+    if not isinstance(raw, Mapping):
+        raise _no_sections("configuration", received(raw))
     return build(HyMoConfig, raw)
 
 
@@ -71,13 +79,19 @@ def to_yaml(config: HyMoConfig) -> str:
 
 class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _RESOLVERS
+    depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        # An alias could make a list its own element, which no configuration needs.
-        if self.check_event(yaml.AliasEvent):
-            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
-            raise yaml.MarkedYAMLError(problem="aliases are not used here", problem_mark=mark)
-        return super().compose_node(parent, index)
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        # An alias could make a list its own element, a tag anything of anything; no configuration needs either.
+        is_alias, is_tagged = isinstance(event, yaml.AliasEvent), getattr(event, "tag", None) is not None
+        if is_alias or is_tagged or self.depth == _DEEPEST:
+            problem = "aliases are not used here" if is_alias else "tags are not used here" if is_tagged else "too deep"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=event.start_mark)
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -112,9 +126,8 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            [Problem((str(path),), f"expected UTF-8 text, got byte {error.object[error.start]:#x}")]
-        ) from None
+        line, byte = 1 + error.object.count(b"\n", 0, error.start), error.object[error.start]
+        raise ConfigError([Problem((f"{path}:{line}",), f"expected UTF-8 text, got byte {byte:#x}")]) from None
     except FileNotFoundError:
         names = [each.name for each in path.parent.glob("*.yaml")]
         near = difflib.get_close_matches(path.name, names, n=1)
@@ -130,7 +143,6 @@ def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, Places, list[Pr
     problems: list[Problem] = []
 
     def plain(node: yaml.Node, path: KeyPath) -> Any:
-        here = place(node.start_mark.line + 1)
         match node:
             case yaml.MappingNode():
                 mapping: dict[str, Any] = {}
@@ -146,10 +158,7 @@ def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, Places, list[Pr
                 for index, element in enumerate(node.value):
                     places[(*path, index)] = place(element.start_mark.line + 1)
                 return [plain(element, (*path, index)) for index, element in enumerate(node.value)]
-        try:
-            return _SCALARS[node.tag][1](node.value)
-        except (KeyError, ValueError):
-            problems.append(Problem(path, f"expected plain YAML, got {node.value!r} tagged {node.tag} ({here})"))
+        return _SCALARS[node.tag][1](node.value)
 
     try:
         root = yaml.compose(text, Loader=_Loader)
@@ -161,15 +170,23 @@ def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, Places, list[Pr
     return (None if root is None else plain(root, ())), places, problems
 
 
-def _override(raw: dict[str, Any], places: Places, argument: str) -> list[Problem]:
-    """Puts the value of `section.key=value` into `raw` and its place into `places`; returns what is wrong with it."""
+def _override(raw: dict[str, Any], places: Places, arguments: Places, argument: str) -> list[Problem]:
+    """Puts the value of `section.key=value` into `raw` and its place into `places` and `arguments`.
+
+    The value is YAML, but where text is expected what is neither quoted nor null is the text itself. Returns what is
+    wrong with it.
+    """
     here = f"argument {argument!r}"
     name, _, text = argument.partition("=")
     section, _, key = name.strip().partition(".")
     if "=" not in argument or not section or not key:
         return [Problem((argument,), "expected section.key=value, such as training.seed=7")]
+    if (section, key) in arguments:
+        return [Problem((section, key), f"given twice ({arguments[section, key]}, {here})")]
+    arguments[section, key] = here
     try:
-        value, inner, problems = _parse(text, lambda line: here)
+        is_verbatim = _is_text(section, key) and not re.match(r"\s*(['\"]|(~|null|)\s*\Z)", text)
+        value, inner, problems = (text.strip(), {}, []) if is_verbatim else _parse(text, lambda line: here)
     except ConfigError as error:
         return list(error.problems)
     keys = raw.setdefault(section, {})
@@ -182,6 +199,17 @@ def _override(raw: dict[str, Any], places: Places, argument: str) -> list[Proble
         places[section, key] = here
         places.update({(section, key, *path): place for path, place in inner.items()})
     return ConfigError(problems).under(section, key)
+
+
+def _is_text(section: str, key: str) -> bool:
+    """Whether the key is one of text."""
+    sections: dict[str, Any] = {each.name: each.type for each in fields(HyMoConfig)}
+    kinds = {each.name: describe(each.type) for each in fields(sections[section])} if section in sections else {}
+    return kinds.get(key) in ("str", "str or null")
+
+
+def _no_sections(place: str, found: str) -> ConfigError:
+    return ConfigError([Problem((place,), f"expected sections such as `model:`, got {found}")])
 
 
 def _placed(problem: Problem, places: Places) -> Problem:

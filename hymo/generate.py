@@ -7,9 +7,11 @@ randomness of a token is a hash of the sequence's seed and the token's position.
 
 import functools
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import reprlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, ParamSpec
 
 import torch
 from jaxtyping import Float, Int
@@ -22,6 +24,7 @@ from hymo.layers.embedding import unembed
 from hymo.layers.norm import rms_norm
 from hymo.model import ModelParams, ModelState, gather_ends, head_table, hidden_states, init_state, model_spec
 
+P = ParamSpec("P")
 FinishReason = Literal["stop", "length"]
 
 
@@ -117,7 +120,7 @@ def advance(
 
 def stream(
     params: ModelParams,
-    prompts: Sequence[Sequence[int]],
+    prompts: Iterable[Any],
     *,
     cfg: ModelConfig,
     backend: Backend = EAGER,
@@ -134,7 +137,8 @@ def stream(
     """The new token of every unfinished sequence, step by step, until all are finished.
 
     Args:
-        prompts: ids of each sequence; a delimiter is put before those that do not begin with one.
+        prompts: ids of each sequence, a list or a 1-D tensor; a delimiter is put before those that do not begin with
+            one.
         max_new_tokens: of each sequence, a stop id included.
         temperature, top_k, top_p, min_p: as in `sample`.
         stop_ids: ids that end a sequence.
@@ -144,64 +148,72 @@ def stream(
         compile: of the decoding step, as in `hymo.jit.jit`.
 
     Raises:
-        ValueError: for a wrong option, an id that is not in the vocabulary, or a prompt that leaves no room for
-            `max_new_tokens` in `cfg.max_seq_len`. Raised at the call, before the first step.
+        ValueError: for a wrong option, a prompt that is no list of ids, an id that is not in the vocabulary, or a
+            prompt that leaves no room for `max_new_tokens` in `cfg.max_seq_len`. Raised at the call, before the first
+            step.
     """
-    seeds = range(len(prompts)) if seeds is None else seeds
+    asked = [_ids(prompt, row) for row, prompt in enumerate(prompts)]
+    seeds = range(len(asked)) if seeds is None else seeds
     _check_options(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    for row, prompt in enumerate(prompts):
+    for row, prompt in enumerate(asked):
         _check_ids(f"prompt {row}", prompt, cfg=cfg)
     _check_ids("stop_ids", stop_ids, cfg=cfg)
     _check_ids("suppressed", suppressed, cfg=cfg)
     if len(set(suppressed)) == cfg.vocab_size:
         raise ValueError(f"suppressed: all {cfg.vocab_size} ids are; leave at least one to draw")
-    if len(seeds) != len(prompts):
-        raise ValueError(f"seeds: expected one for each of {len(prompts)} prompts, got {len(seeds)}")
-    opened = [list(prompt) if prompt and prompt[0] == DELIMITER else [DELIMITER, *prompt] for prompt in prompts]
+    if len(seeds) != len(asked):
+        raise ValueError(f"seeds: expected one for each of {len(asked)} prompts, got {len(seeds)}")
+    opened = [prompt if prompt[:1] == [DELIMITER] else [DELIMITER, *prompt] for prompt in asked]
     _check_lengths(opened, max_new_tokens=max_new_tokens, cfg=cfg)
     choose = partial(sample, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    return _steps(
-        params, opened, choose, cfg, backend, max_new_tokens, frozenset(stop_ids), tuple(suppressed), seeds, compile
-    )
+    decode = _compiled_decode(cfg, backend._replace(gather=keep), compile)
+
+    def steps() -> Iterator[tuple[NewToken, ...]]:
+        # Weights are brought to where and what layers want them once, not at every token.
+        weights = backend.gather(params, model_spec(cfg))
+        device, longest = weights.table.device, max(map(len, opened))
+        never = torch.tensor(tuple(suppressed), dtype=torch.int64, device=device)
+        tokens = torch.tensor([[DELIMITER] * (longest - len(prompt)) + prompt for prompt in opened], device=device)
+        state = init_state(cfg, len(opened), longest + max_new_tokens, dtype=weights.table.dtype, device=device)
+        with torch.no_grad():
+            state, logits = advance(state, weights, tokens, cfg=cfg, backend=backend._replace(gather=keep))
+
+        running = set(range(len(opened)))
+        for step in range(max_new_tokens):
+            places = [(seed, len(prompt) + step) for seed, prompt in zip(seeds, opened, strict=True)]
+            noise = torch.stack([gumbel(*place, cfg.vocab_size) for place in places]).to(device)
+            drawn = choose(logits.index_fill(-1, never, -torch.inf), noise)
+            logprob = torch.log_softmax(logits, dim=-1).gather(-1, drawn[:, None])[:, 0]
+            length: FinishReason | None = "length" if step + 1 == max_new_tokens else None
+            news = tuple(
+                NewToken(row, i, value, "stop" if i in stop_ids else length)
+                for row, (i, value) in enumerate(zip(drawn.tolist(), logprob.tolist(), strict=True))
+                if row in running
+            )
+            running -= {new.row for new in news if new.finish_reason}
+            yield news
+            if not running:
+                return
+            state, logits = decode(state, weights, drawn[:, None])
+
+    return steps() if opened else iter(())
 
 
-def generate(
-    params: ModelParams,
-    prompts: Sequence[Sequence[int]],
-    *,
-    cfg: ModelConfig,
-    backend: Backend = EAGER,
-    max_new_tokens: int,
-    temperature: float = 1.0,
-    top_k: int | None = None,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    stop_ids: Sequence[int] = (DELIMITER,),
-    suppressed: Sequence[int] = (),
-    seeds: Sequence[int] | None = None,
-    compile: Compile = "none",
-) -> list[Generation]:
-    """A continuation of every prompt: what `stream` yields, collected. Arguments and errors are those of `stream`."""
-    steps = stream(
-        params,
-        prompts,
-        cfg=cfg,
-        backend=backend,
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        stop_ids=stop_ids,
-        suppressed=suppressed,
-        seeds=seeds,
-        compile=compile,
-    )
-    made: list[list[NewToken]] = [[] for _ in prompts]
-    for step in steps:
-        for new in step:
-            made[new.row].append(new)
-    return [_finished(tokens) for tokens in made]
+def _collected(stream: Callable[P, Iterator[tuple[NewToken, ...]]]) -> Callable[P, list[Generation]]:
+    @functools.wraps(stream)
+    def generate(*arguments: P.args, **options: P.kwargs) -> list[Generation]:
+        made: dict[int, list[NewToken]] = defaultdict(list)
+        for step in stream(*arguments, **options):
+            for new in step:
+                made[new.row].append(new)
+        return [_finished(made[row]) for row in sorted(made)]
+
+    generate.__name__ = generate.__qualname__ = "generate"
+    generate.__doc__ = "A continuation of every prompt: what `stream` yields, collected; arguments and errors are its."
+    return generate
+
+
+generate = _collected(stream)
 
 
 def _finished(tokens: list[NewToken]) -> Generation:
@@ -209,49 +221,6 @@ def _finished(tokens: list[NewToken]) -> Generation:
     assert reason is not None
     text = tokens[:-1] if reason == "stop" else tokens
     return Generation([new.id for new in text], [new.logprob for new in text], reason)
-
-
-def _steps(
-    params: ModelParams,
-    prompts: list[list[int]],
-    choose: Callable[[Tensor, Tensor], Tensor],
-    cfg: ModelConfig,
-    backend: Backend,
-    max_new_tokens: int,
-    stop_ids: frozenset[int],
-    suppressed: tuple[int, ...],
-    seeds: Sequence[int],
-    compile: Compile,
-) -> Iterator[tuple[NewToken, ...]]:
-    if not prompts:
-        return
-    # Weights are brought to where and what layers want them once, not at every token.
-    params, backend = backend.gather(params, model_spec(cfg)), backend._replace(gather=keep)
-    device, longest = params.table.device, max(map(len, prompts))
-    never = torch.tensor(suppressed, dtype=torch.int64, device=device)
-    tokens = torch.tensor([[DELIMITER] * (longest - len(prompt)) + prompt for prompt in prompts], device=device)
-    state = init_state(cfg, len(prompts), longest + max_new_tokens, dtype=params.table.dtype, device=device)
-    decode = _compiled_decode(cfg, backend, compile)
-    with torch.no_grad():
-        state, logits = advance(state, params, tokens, cfg=cfg, backend=backend)
-
-    running = set(range(len(prompts)))
-    for step in range(max_new_tokens):
-        places = [(seed, len(prompt) + step) for seed, prompt in zip(seeds, prompts, strict=True)]
-        noise = torch.stack([gumbel(*place, cfg.vocab_size) for place in places]).to(device)
-        drawn = choose(logits.index_fill(-1, never, -torch.inf), noise)
-        logprob = torch.log_softmax(logits, dim=-1).gather(-1, drawn[:, None])[:, 0]
-        length: FinishReason | None = "length" if step + 1 == max_new_tokens else None
-        news = tuple(
-            NewToken(row, i, value, "stop" if i in stop_ids else length)
-            for row, (i, value) in enumerate(zip(drawn.tolist(), logprob.tolist(), strict=True))
-            if row in running
-        )
-        running -= {new.row for new in news if new.finish_reason}
-        yield news
-        if not running:
-            return
-        state, logits = decode(state, params, drawn[:, None])
 
 
 @functools.lru_cache(maxsize=4)
@@ -270,6 +239,16 @@ def _check_options(*, temperature: float, top_k: int | None, top_p: float, min_p
         raise ValueError(f"top_p: expected a probability in (0, 1], 1 for all tokens, got {top_p}")
     if not 0 <= min_p <= 1:
         raise ValueError(f"min_p: expected a fraction in [0, 1], 0 for all tokens, got {min_p}")
+
+
+def _ids(prompt: Any, row: int) -> list[int]:
+    ids = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    if not isinstance(ids, Sequence) or isinstance(ids, str | bytes) or not all(type(i) is int for i in ids):
+        raise ValueError(
+            f"prompt {row}: expected a list or a 1-D tensor of ids, such as tokenizer.encode(text);"
+            f" got {type(prompt).__name__} {reprlib.repr(ids)}"
+        )
+    return list(ids)
 
 
 def _check_ids(name: str, ids: Sequence[int], *, cfg: ModelConfig) -> None:

@@ -36,7 +36,12 @@ class HyMo:
     backend: Backend = EAGER
 
     def __call__(self, tokens: Int[Tensor, "b t"]) -> Float[Tensor, "b t {self.config.vocab_size}"]:
-        """Softcapped logits of the token after each, in nats (`hymo.model.forward`)."""
+        """Softcapped logits of the token after each, in nats (`hymo.model.forward`).
+
+        Raises:
+            ValueError: if an id is not in the vocabulary; inside a transformation or a compiled graph none can be read.
+        """
+        self._check(tokens)
         return forward(self.params, tokens, cfg=self.config, backend=self.backend)[0]
 
     def forward_with_hidden(
@@ -49,8 +54,9 @@ class HyMo:
                 is seen, and rotary angles are relative, so that it changes no more than roundings.
 
         Raises:
-            ValueError: if `start_pos` is negative.
+            ValueError: if `start_pos` is negative, or for an id as in a call.
         """
+        self._check(tokens)
         if start_pos < 0:
             raise ValueError(f"forward_with_hidden: expected a start_pos of 0 or more, got {start_pos}")
         state = None
@@ -61,6 +67,13 @@ class HyMo:
         ends = gather_ends(self.params, cfg=self.config, backend=self.backend)
         normed = rms_norm(hidden, ends.norm, eps=self.config.norm_eps)
         return unembed(normed, head_table(ends), cap=self.config.logit_softcap), hidden
+
+    def _check(self, tokens: Int[Tensor, "b t"]) -> None:
+        if torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(tokens):
+            return
+        outside = tokens[(tokens < 0) | (tokens >= self.config.vocab_size)]
+        if outside.numel():
+            raise ValueError(f"tokens: id {outside[0].item()} is not in 0 to {self.config.vocab_size - 1}")
 
     def softcap(self, logits: Float[Tensor, "*b u"]) -> Float[Tensor, "*b u"]:
         """`logit_softcap * tanh(logits / logit_softcap)`."""

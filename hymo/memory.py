@@ -18,7 +18,7 @@ from hymo.optim import build_optimizer
 from hymo.params import COMPUTE_ROLES, ROLES, abstract, count, is_spec, partition
 
 SCAN_CHUNK = 64
-"""Tokens of a chunk in the scan kernel: per token and head it keeps one row of a matrix of this size."""
+"""Tokens that the scan kernel treats as one matrix product: per token and head it keeps a row of this size."""
 MOST_CHUNKS = 8
 """Chunks of the loss that are watched; more of them keep nothing more."""
 

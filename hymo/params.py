@@ -45,9 +45,9 @@ def constant(value: float) -> Initializer:
     return lambda generator, shape, fan_in: torch.full(shape, value)
 
 
-def power_fan_in(exponent: float) -> Initializer:
-    """Every entry `fan_in ** exponent`."""
-    return lambda generator, shape, fan_in: torch.full(shape, float(fan_in) ** exponent)
+def power(exponent: float) -> Initializer:
+    """Every entry `size ** exponent`, for the axis `of` the declaration."""
+    return lambda generator, shape, size: torch.full(shape, float(size) ** exponent)
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,9 @@ class ParamSpec:
         role: decides optimiser group, weight decay and compute dtype. `matrix`: a 2-D map inside a layer; `expert`: a
             stack of them; `gate`: a small map whose output steers the layer (router, decay, write strength), kept in
             fp32; `embed`: the token table; `vector`: norms, convolutions, per-head scalars; `buffer`: no gradient.
-        inputs: the contracted axes, separated by spaces; they give the fan-in.
-        fan_in: product of the contracted sizes, 1 without any.
+        inputs: the axes that a token is contracted with, separated by spaces; empty if it is not multiplied and summed.
+        of: instead, an axis that only the initial value depends on; it need not be one of `axes`.
+        fan_in: what the initialiser is told: product of the sizes of `inputs`, or the size `of`, or 1.
         init: draws the initial value.
         residual: whether the output is added to the residual stream, which divides the draw by sqrt(2 depth).
         gain: the factor on the draw.
@@ -71,6 +72,7 @@ class ParamSpec:
     shape: tuple[int, ...] = ()
     role: Role = "vector"
     inputs: str = ""
+    of: str = ""
     fan_in: int = 1
     init: Initializer = uniform_fan_in
     residual: bool = False
@@ -106,14 +108,14 @@ def embed(inputs: str, init: Initializer) -> Any:
     return ParamSpec(role="embed", inputs=inputs, init=init)
 
 
-def vector(init: Initializer, inputs: str = "") -> Any:
+def vector(init: Initializer, inputs: str = "", of: str = "") -> Any:
     """Declares norms, per-head scalars, convolution taps: whatever is not a matrix, used in fp32."""
-    return ParamSpec(role="vector", inputs=inputs, init=init)
+    return ParamSpec(role="vector", inputs=inputs, of=of, init=init)
 
 
-def buffer(init: Initializer, inputs: str = "") -> Any:
+def buffer(init: Initializer, of: str = "") -> Any:
     """Declares state of the model that is checkpointed but not moved by a gradient."""
-    return ParamSpec(role="buffer", inputs=inputs, init=init)
+    return ParamSpec(role="buffer", of=of, init=init)
 
 
 def is_spec(node: Any) -> bool:
@@ -140,7 +142,7 @@ def declare(params: type[T], sizes: Mapping[str, int], *, depth: int = 1, **give
             declared,
             axes=axes,
             shape=tuple(sizes[axis] for axis in axes),
-            fan_in=math.prod(sizes[axis] for axis in declared.inputs.split()),
+            fan_in=math.prod(sizes[axis] for axis in (declared.inputs or declared.of).split()),
             gain=(2 * depth) ** -0.5 if declared.residual else 1.0,
         )
 

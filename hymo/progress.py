@@ -22,12 +22,12 @@ class MetricsLog:
     def append(self, record: Mapping[str, Any]) -> None:
         """Adds a line. JSON has no NaN: what is not finite becomes null."""
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(_plain(record), allow_nan=False) + "\n")
+            file.write(json.dumps(plain(record), allow_nan=False) + "\n")
 
     def rewind(self, step: int) -> float:
-        """Drops what was recorded after `step` or cut short by a crash; returns the run's seconds up to there."""
-        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
-        records = [record for line in lines if (record := _parsed(line)) and record["step"] <= step]
+        """Drops what was recorded after `step` or is no record; returns the run's seconds up to there."""
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
+        records = [record for line in text.splitlines() if (record := _parsed(line)) and record["step"] <= step]
         write_whole(self.path, "".join(json.dumps(record) + "\n" for record in records))
         return max((record["seconds"] for record in records), default=0.0)
 
@@ -78,13 +78,15 @@ class Progress:
         self._timed = []
         values = {name: value.tolist() for name, value in metrics._asdict().items()}
         bias = [value for row in values.pop("bias") for value in row]
+        losses = {"loss": values.pop("main"), "total": values.pop("loss")}
         record = {
             "kind": "train",
             "step": step,
+            **losses,
             **values,
             "tokens": samples * self.row_tokens,
             "samples": samples,
-            "bias_range": [min(bias), max(bias)],
+            "bias_range": [min(bias), max(bias)] if bias else None,
             "tokens_per_second": pace and self.rows * self.row_tokens / pace,
             "mfu": pace and self.peak and self.flops / pace / self.peak,
             "seconds": time.perf_counter() - self._begun,
@@ -103,14 +105,15 @@ class Progress:
 
 def train_line(record: Mapping[str, Any], total_steps: int) -> str:
     """A train record for people: loss in nats per token, expert load as that of the fullest expert over the mean."""
-    load = max(max(row) * len(row) for row in record["load"])
+    loads = [max(row) * len(row) for row in record["load"]]
     parts = [
         f"step {record['step']:>{len(str(total_steps))}}/{total_steps}",
-        f"loss {record['main']:.4f}",
+        f"loss {record['loss']:.4f}",
         f"lr {record['muon_lr']:.2e} {record['adamw_lr']:.2e}",
         f"grad {record['grad_norm']:.3f}",
-        f"experts max/mean {load:.2f}",
     ]
+    if loads:
+        parts.append(f"experts max/mean {max(loads):.2f}")
     if record["tokens_per_second"]:
         parts.append(f"{record['tokens_per_second']:,.0f} tok/s")
     if record["mfu"]:
@@ -128,26 +131,31 @@ def eval_line(record: Mapping[str, Any]) -> str:
     )
 
 
+def plain(value: Any) -> Any:
+    """`value` as JSON can say it: a number that is not finite becomes None."""
+    match value:
+        case Mapping():
+            return {name: plain(each) for name, each in value.items()}
+        case list() | tuple():
+            return [plain(each) for each in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
+
+
 def clock(seconds: float) -> str:
     """Seconds as minutes:seconds, or hours:minutes:seconds from an hour on."""
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
-def _plain(value: Any) -> Any:
-    match value:
-        case Mapping():
-            return {name: _plain(each) for name, each in value.items()}
-        case list() | tuple():
-            return [_plain(each) for each in value]
-        case float() if not math.isfinite(value):
-            return None
-    return value
-
-
 def _parsed(line: str) -> dict[str, Any] | None:
+    """The record in a line, None if there is none."""
     try:
-        record: dict[str, Any] = json.loads(line)
+        record = json.loads(line)
     except ValueError:
         return None
-    return record
+    is_record = isinstance(record, dict) and all(
+        isinstance(record.get(name), int | float) for name in ("step", "seconds")
+    )
+    return record if is_record else None

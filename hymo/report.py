@@ -64,7 +64,7 @@ def _header(name: str, run: Record, train: list[Record], evaluations: list[Recor
     tiles = [
         ("bits per byte", _shown(scored.get("bits_per_byte"), "{:.3f}"), floors),
         ("perplexity", _shown(scored.get("perplexity"), "{:.4g}"), f"{nats} nats per token"),
-        ("training loss", _shown(last.get("main"), "{:.3f}"), "nats per token"),
+        ("training loss", _shown(last.get("loss"), "{:.3f}"), "nats per token"),
         ("parameters", _shown(parameters.get("stored")), f"{_shown(parameters.get('active'))} active"),
         ("tokens", _shown(last.get("tokens")), f"in {_shown(last.get('step'), '{:,.0f}')} steps"),
         ("time", _clock(seconds), f"{_shown(speeds[len(speeds) // 2]) if speeds else '–'} tokens/s"),
@@ -93,7 +93,7 @@ def _charts(train: list[Record], evaluations: list[Record], baselines: dict[str,
 
     depth = max((len(record.get("mtp") or ()) for record in train), default=0)
     ahead = [trained(f"{k + 2} ahead", partial(_ahead, k=k)) for k in range(depth)]
-    loss = [trained("next token", lambda r: r.get("main")), *ahead, scored("validation", lambda r: r.get("loss"))]
+    loss = [trained("next token", lambda r: r.get("loss")), *ahead, scored("validation", lambda r: r.get("loss"))]
     yield chart("Loss", loss, unit="nats per token")
 
     names = list(dict.fromkeys(name for record in evaluations for name in record.get("sources") or {}))

@@ -15,15 +15,14 @@ from hymo.data import (
     open_shards,
     open_source,
     prepare_embedded,
-    read_manifest,
+    read_floors,
     validation_batches,
 )
 from hymo.evaluate import open_validation, windows_per_source
 from hymo.run_folder import DATA, TOKENIZER
 
-# Up to here every stored id is looked at before a run begins; beyond, when its window is read.
-_SCANNED_TOKENS = 50_000_000
-_SCANNED_TOGETHER = 1_000_000
+# Up to here a source is verified before a run begins.
+_VERIFIED_TOKENS = 50_000_000
 
 
 class RunData(NamedTuple):
@@ -70,12 +69,18 @@ class RunData(NamedTuple):
 def open_run_data(config: HyMoConfig, folder: Path) -> RunData:
     """Opens the data of a run; an embedded corpus is prepared first, in `data.folder` or in `folder`/data.
 
+    Sources of up to 50 M tokens are read once and compared with the sha256 they were written with. Larger ones are not:
+    their ids are checked when a window is read, their content by `hymo.data.verify_shards` or `TokenSource.verify`.
+
     Raises:
-        ValueError: naming what is missing, does not fit the tokenizer or the model's vocabulary, or is too short.
+        ValueError: naming what is missing, was changed, does not fit the tokenizer or the model's vocabulary, or is too
+            short.
         OSError: if it cannot be read, or a corpus not be written.
     """
     data, model = config.data, config.model
     prepared = Path(data.folder) if data.folder else None
+    if prepared and prepared.exists() and not prepared.is_dir():
+        raise ValueError(f"data.folder: expected a folder, got {prepared}, which is a file")
     if data.corpus:
         prepared = prepare_embedded(prepared or folder / DATA, vocab_size=model.tokenizer_vocab_size).directory
     tokenizer = ExtendedTokenizer.load(data.tokenizer or _inside(prepared, "tokenizer") / TOKENIZER)
@@ -87,11 +92,12 @@ def open_run_data(config: HyMoConfig, folder: Path) -> RunData:
     held_out = data.validation or _inside(prepared, "validation")
     validation = open_validation(data, held_out, tokenizer=tokenizer.fingerprint)
     for source in (*train, *validation):
-        _check_ids(source)
+        if source.num_tokens <= _VERIFIED_TOKENS:
+            source.verify()
     weights = {each.name: each.weight for each in data.sources}
     mixture = mix_sources(train, weights=weights, seq_len=config.training.max_seq_len, seed=config.training.seed)
-    notes = read_manifest(prepared).notes if prepared and not data.validation else {}
-    floor = notes.get("validation", {}).get("all", {})
+    floors = read_floors(prepared) if prepared and not data.validation else {}
+    floor = floors["all"]._asdict() if "all" in floors else {}
     baselines = {name: value for name, value in floor.items() if name.endswith("bits_per_byte")}
     return RunData(tokenizer, train, mixture, validation, baselines)
 
@@ -107,10 +113,3 @@ def _training_source(source: SourceConfig, prepared: Path | None, tokenizer: Ext
         return open_shards(source.shards, name=source.name, tokenizer=tokenizer.fingerprint)
     folder = _inside(prepared, f"sources: {source.name}.shards")
     return open_source(folder, source=source.name, split="train", tokenizer=tokenizer.fingerprint)
-
-
-def _check_ids(source: TokenSource) -> None:
-    """Reads a small source once, which raises ValueError at the first id that is not below the vocabulary size."""
-    if source.num_tokens <= _SCANNED_TOKENS:
-        for start in range(0, source.num_tokens, _SCANNED_TOGETHER):
-            source.read(start, min(_SCANNED_TOGETHER, source.num_tokens - start))

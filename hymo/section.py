@@ -14,6 +14,8 @@ from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, Union, get_args, get_origin
 
 REQUIRED: Any = MISSING
+# Integers from here on have no float.
+FLOAT_END = 2**1023
 
 KeyPath: TypeAlias = tuple[str | int, ...]
 
@@ -130,7 +132,7 @@ def conform(kind: Any, value: Any, *, within: str = "") -> Any:
             return tuple(_conform_each(elements).values())
         case _ if get_origin(choices) is Literal and value in get_args(choices):
             return value
-        case int() if choices is float and not isinstance(value, bool):
+        case int() if choices is float and not isinstance(value, bool) and abs(value) < FLOAT_END:
             value = float(value)
         case float() if choices is int and value.is_integer():
             value = int(value)
@@ -138,9 +140,9 @@ def conform(kind: Any, value: Any, *, within: str = "") -> Any:
             value = os.fspath(value)
     is_misfit = not isinstance(choices, type) or not isinstance(value, choices)
     if is_misfit or (isinstance(value, bool) and choices is not bool):
-        raise ConfigError([Problem((), f"expected {describe(kind)}, got {_received(value)}")])
+        raise ConfigError([Problem((), f"expected {describe(kind)}, got {received(value)}")])
     if within and not _is_within(value, within):
-        raise ConfigError([Problem((), f"expected {describe(kind)} in {within}, got {value!r}")])
+        raise ConfigError([Problem((), f"expected {describe(kind)} in {within}, got {_shown(value)}")])
     return value
 
 
@@ -192,7 +194,8 @@ def _element_kinds(kind: Any, length: int) -> tuple[Any, ...] | None:
     return kinds if len(kinds) == length else None
 
 
-def _received(value: object) -> str:
+def received(value: object) -> str:
+    """A value in the words of a message, with its type: `int 7`, `a list of 3`."""
     match value:
         case None:
             return "null"
@@ -201,7 +204,12 @@ def _received(value: object) -> str:
         case Mapping():
             return "a mapping"
         case _:
-            return f"{type(value).__name__} {value!r}"
+            return f"{type(value).__name__} {_shown(value)}"
+
+
+def _shown(value: object) -> str:
+    # Python itself refuses to print integers of thousands of digits.
+    return "a number of over 300 digits" if isinstance(value, int) and abs(value) >= FLOAT_END else repr(value)
 
 
 def _is_within(value: int | float, within: str) -> bool:

@@ -1,11 +1,13 @@
 """`Trainer`: a thin shell that holds a training state, a compiled step and data, and calls the pure functions."""
 
 import os
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from hymo import tree
 from hymo.accounting import flops_per_token, peak_flops
@@ -19,11 +21,14 @@ from hymo.jit import jit, require_compiler
 from hymo.model import model_spec
 from hymo.optim import build_optimizer
 from hymo.progress import MetricsLog, Progress
-from hymo.run_data import RunData
-from hymo.run_folder import CHECKPOINTS, METRICS
+from hymo.run_data import RunData, open_run_data
+from hymo.run_folder import CHECKPOINTS, METRICS, choose_folder, fresh, held, resolve
 from hymo.step import Metrics, TrainState, init_train_state, train_step
 
 T = TypeVar("T")
+
+SUSPECTED_LEAK = 0.5
+"""Bits per byte on held-out text that no model of natural text reaches: below, training has seen it."""
 
 
 class TrainingStopped(RuntimeError):
@@ -44,9 +49,9 @@ class Unread(NamedTuple):
 
 def check_available(config: HyMoConfig, device: torch.device) -> None:
     """Raises ValueError naming the first thing that a run of `config` would need and that is not there."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        raise ValueError(f"WORLD_SIZE: training on several ranks is not available yet, got {ranks}; start one process")
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        raise ValueError(f"WORLD_SIZE: training on several ranks is not available yet, expected 1, got {ranks!r}")
     if config.run.trackers:
         raise ValueError(f"run.trackers: not available yet, got {', '.join(config.run.trackers)}; [] works")
     config.training.rows_per_step()
@@ -60,14 +65,17 @@ class Trainer:
     Args:
         config: of the run.
         model: to begin with, left as it is; None for a new one from `training.seed`.
-        data: opened.
-        folder: of the run.
+        data: opened; None for what `config.data` names.
+        folder: of the run; None for that of `config.run`, which must hold no run yet, held until `close`.
         device: where to train.
 
     Attributes:
         state: all that training carries from step to step.
         step: optimiser steps done, as `state` has it on the device.
         samples: rows of data seen, likewise.
+
+    Raises:
+        ValueError: if there is no `folder` or `data`, and what the configuration names cannot be used.
     """
 
     def __init__(
@@ -75,14 +83,26 @@ class Trainer:
         config: HyMoConfig,
         model: HyMo | None = None,
         *,
-        data: RunData,
-        folder: Path,
+        data: RunData | None = None,
+        folder: Path | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        training, spec = config.training, model_spec(config.model)
-        self.config, self.device = config, torch.device(device)
+        self.device = torch.device(device)
         self.step = self.samples = 0
-        self._data, self._folder = data, folder
+        with ExitStack() as closing, ExitStack() as begin:
+            if folder is None:
+                folder = closing.enter_context(held(choose_folder(config.run)))
+                config = resolve(config, folder)
+                begin.enter_context(fresh(folder))
+            data = open_run_data(config, folder) if data is None else data
+            closing.callback(data.close)
+            self.config, self._data, self._folder = config, data, folder
+            self._build(model)
+            self._closing = closing.pop_all()
+
+    def _build(self, model: HyMo | None) -> None:
+        """What is made of the configuration: state, compiled step, loader and log."""
+        config, training, spec = self.config, self.config.training, model_spec(self.config.model)
         self._backend = choose_backend(training, self.device)
         optimizer = build_optimizer(config.optimizer, config.scheduler, spec)
         pure = partial(train_step, cfg=config, spec=spec, optimizer=optimizer, backend=self._backend)
@@ -90,9 +110,9 @@ class Trainer:
         # A step writes into the state's storage, which must not be the caller's.
         params = build_hymo(config).params if model is None else tree.map(torch.clone, model.params)
         self.state: TrainState = init_train_state(_to(params, self.device), spec=spec, optimizer=optimizer)
-        self._loader = data.loader(config)
+        self._loader = self._data.loader(config)
         self._progress = Progress(
-            MetricsLog(folder / METRICS),
+            MetricsLog(self._folder / METRICS),
             config.scheduler.total_steps,
             rows=training.rows_per_step(),
             row_tokens=training.max_seq_len,
@@ -124,7 +144,8 @@ class Trainer:
         evaluation at the end, or None if there was no step left.
 
         Raises:
-            TrainingStopped: if too many steps in a row are not finite, or a shard turns out to be damaged.
+            TrainingStopped: if too many steps in a row are not finite, a shard turns out to be damaged, or an
+                evaluation is better than is possible.
         """
         training, total = self.config.training, self.config.scheduler.total_steps
         last = total if max_steps is None else min(total, self.step + max_steps)
@@ -142,10 +163,16 @@ class Trainer:
             if evaluates or saves:
                 self._read(unread)
                 unread = None
-            if evaluates:
-                evaluation = self.evaluate()
-            if saves:
+            evaluation = self.evaluate() if evaluates else None
+            leaks = evaluation is not None and evaluation.bits_per_byte < SUSPECTED_LEAK
+            if saves or leaks:
                 self.save()
+            if leaks:
+                raise TrainingStopped(
+                    f"suspected leak: below {SUSPECTED_LEAK} bits/byte after step {self.step}; is the validation text"
+                    " among the training text?",
+                    exit_code=1,
+                )
         return evaluation
 
     def evaluate(self) -> Evaluation:
@@ -163,16 +190,30 @@ class Trainer:
         return evaluation
 
     def save(self) -> Path:
-        """Publishes the state in the run's folder and returns its place."""
-        return save_checkpoint(self._folder / CHECKPOINTS, self.state, meta=self.provenance)
+        """Publishes the state in the run's folder and returns its place.
+
+        Raises:
+            TrainingStopped: if the state is not finite.
+            OSError: if it cannot be written.
+        """
+        try:
+            return save_checkpoint(self._folder / CHECKPOINTS, self.state, meta=self.provenance)
+        except ValueError as error:
+            raise TrainingStopped(str(error), exit_code=1) from error
+        except CheckpointException as error:
+            ((cause, _),) = error.failures.values()
+            raise cause from error
 
     def load(self, path: str | Path) -> int:
         """Goes on from a checkpoint: state and data are as they were there. Returns its step.
 
         Raises:
-            ValueError: if it is not complete, or was made with another model, optimiser, tokenizer or data.
+            ValueError: if it is not complete, was made with another model, optimiser, tokenizer or data, or is further
+                than `scheduler.total_steps`.
         """
-        meta = check_continues(path, self.provenance)
+        meta, total = check_continues(path, self.provenance), self.config.scheduler.total_steps
+        if meta.step > total:
+            raise ValueError(f"scheduler.total_steps: expected at least the {meta.step} steps done, got {total}")
         self.state = load_checkpoint(path, self.state)
         self.step, self.samples = meta.step, meta.samples
         self._loader.close()
@@ -180,9 +221,9 @@ class Trainer:
         return meta.step
 
     def close(self) -> None:
-        """Stops reading ahead and closes the shards."""
+        """Stops reading ahead, closes the shards and lets go of the folder."""
         self._loader.close()
-        self._data.close()
+        self._closing.close()
 
     def _next_batch(self) -> Batch:
         try:

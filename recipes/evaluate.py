@@ -4,39 +4,38 @@
     python recipes/evaluate.py runs/tiny-1 data.validation=other/shards data.val_tokens=1e6
 
 Whole documents are isolated from each other, every token is served by all its experts, and the MTP heads are off.
-What is asked wrongly is one line and exit code 2.
+A figure that is not finite is null. What is asked wrongly is a line a problem and exit code 2.
 """
 
-import argparse
 import json
+import sys
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
+from command_line import Parser, execute, user_errors
 
 from hymo.data import validation_batches
 from hymo.evaluate import compute_validation_loss, open_validation, windows_per_source
 from hymo.handle import open_run
+from hymo.progress import plain
 from hymo.run_folder import DATA
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"evaluate: {message}\n")
+def main() -> int:
+    """Scores, and returns the exit code."""
+    return execute("evaluate", evaluate)
 
 
-def main() -> None:
-    parser = Parser(description="Score a trained model on its validation text.")
+def evaluate() -> None:
+    """Reads the command line, scores and prints."""
+    parser = Parser("Score a trained model on its validation text.")
     parser.add_argument("run", help="folder of the run, e.g. runs/tiny-1")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="on top of the run's config.yaml")
     args = parser.parse_args()
-    try:
-        print(json.dumps(score(Path(args.run), args.overrides)))
-    except (ValueError, OSError) as error:
-        parser.error(" | ".join(str(error).splitlines()))
+    with user_errors():
+        print(json.dumps(plain(score(Path(args.run), args.overrides)), allow_nan=False))
 
 
 def score(folder: Path, overrides: list[str]) -> dict[str, Any]:
@@ -67,5 +66,5 @@ def score(folder: Path, overrides: list[str]) -> dict[str, Any]:
     }
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__" and (code := main()):
+    sys.exit(code)

@@ -2,30 +2,29 @@
 
     python recipes/generate.py runs/tiny-1 --prompt "The with statement" --temperature 0.8 --stream
 
-Text goes to stdout, everything else to stderr. What is asked wrongly is one line and exit code 2.
+Text goes to stdout, everything else to stderr. What is asked wrongly is a line a problem and exit code 2.
 """
 
 import argparse
 import sys
 import time
 from collections.abc import Iterator
-from typing import NoReturn
 
 import torch
+from command_line import Parser, execute, user_errors
 
 from hymo.generate import NewToken, generate, stream
 from hymo.handle import Run, open_run
 
 
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"generate: {message}\n")
+def main() -> int:
+    """Writes, and returns the exit code."""
+    return execute("generate", lambda: write(parse()))
 
 
-def main() -> None:
-    parser = Parser(description="Write text with a trained model.")
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = Parser("Write text with a trained model.")
     parser.add_argument("run", help="folder of the run, e.g. runs/tiny-1")
     parser.add_argument(
         "--prompt", action="append", metavar="TEXT", help="how the text begins; may be given repeatedly"
@@ -44,13 +43,10 @@ def main() -> None:
         "--num-samples", type=int, default=1, help="texts of each prompt, with seeds SEED, SEED + 1, ..."
     )
     parser.add_argument("--stream", action="store_true", help="show the text as it comes; for one text")
-    args = parser.parse_args()
-    try:
-        write(args)
-    except (ValueError, OSError) as error:
-        parser.error(" | ".join(str(error).splitlines()))
+    return parser.parse_args()
 
 
+@user_errors()
 def write(args: argparse.Namespace) -> None:
     """Loads the run and prints the texts."""
     texts = [text for text in args.prompt or [""] for _ in range(args.num_samples)]
@@ -102,5 +98,5 @@ def show(run: Run, text: str, steps: Iterator[tuple[NewToken, ...]]) -> int:
     return len(ids)
 
 
-if __name__ == "__main__":
-    main()
+if __name__ == "__main__" and (code := main()):
+    sys.exit(code)

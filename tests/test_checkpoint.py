@@ -1,5 +1,8 @@
 import json
+import resource
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from hymo.checkpoint import (
     Provenance,
     check_continues,
     find_latest,
+    incomplete,
     load_checkpoint,
     load_params,
     read_meta,
@@ -125,8 +129,125 @@ def test_what_is_not_complete_does_not_count(tmp_path: Path, damage: str) -> Non
         case "foreign format":
             meta.write_text(json.dumps({"format": 99}))
     assert find_latest(tmp_path) == good
+    assert incomplete(tmp_path) == [bad]
     with pytest.raises(ValueError, match=r"checkpoint .*step_00000004: "):
         load_checkpoint(bad, state_at(4))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b"[]",
+        b"null",
+        b"7",
+        b'{"format": "1"}',
+        b'{"format": 1}',
+        b'{"format": 1, "files": {}}',
+    ],
+)
+def test_a_meta_of_any_content_is_refused_in_one_line(tmp_path: Path, content: bytes) -> None:
+    good, bad = save(tmp_path, 2), save(tmp_path, 4)
+    (bad / META).write_bytes(content)
+    assert find_latest(tmp_path) == good
+    assert_refused(bad, META)
+
+
+@pytest.mark.parametrize("value", [None, [], "text", 1.5, {}, {".metadata": "7"}])
+def test_a_meta_whose_value_is_of_another_type_is_refused_in_one_line(tmp_path: Path, value: object) -> None:
+    path = save(tmp_path, 2)
+    record = json.loads((path / META).read_text())
+    for key in record.keys() - {"versions"}:
+        if type(value) is not type(record[key]) or key in ("files", "sha256"):
+            (path / META).write_text(json.dumps({**record, key: value}))
+            assert_refused(path, "sha256|bytes" if key == "sha256" else f"{META}|bytes")
+        (path / META).write_text(json.dumps({name: each for name, each in record.items() if name != key}))
+        assert_refused(path, META)
+
+
+def test_a_config_that_does_not_fit_is_named_in_one_line(tmp_path: Path) -> None:
+    path = save(tmp_path, 2)
+    record = json.loads((path / META).read_text())
+    record["config"] |= {"modle": {}, "training": {"seed": "x"}}
+    (path / META).write_text(json.dumps(record))
+    assert_refused(path, r"meta.json has a config that does not fit: .*modle.*; .*training.seed")
+
+
+@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
+def test_a_changed_byte_anywhere_is_refused_in_one_line(tmp_path: Path, file: str) -> None:
+    path = save(tmp_path, 2)
+    content = (path / file).read_bytes()
+    for position in (0, 1, len(content) // 3, len(content) // 2, len(content) - 1):
+        changed = bytearray(content)
+        changed[position] ^= 0xFF
+        (path / file).write_bytes(changed)
+        for load in (lambda: load_checkpoint(path, state_at(2)), lambda: load_params(path, model_spec(CONFIG.model))):
+            with pytest.raises(
+                ValueError, match=rf"^checkpoint .*{file} is damaged, its sha256 .*; move that folder away"
+            ):
+                load()
+
+
+def assert_refused(path: Path, named: str) -> None:
+    """Neither its meta nor its state is read; one line says why."""
+
+    def read_all() -> None:
+        read_meta(path)
+        load_checkpoint(path, state_at(2))
+
+    with pytest.raises(ValueError, match=rf"^checkpoint .*{path.name}: .*({named})") as refused:
+        read_all()
+    assert "\n" not in str(refused.value)
+    assert "Error:" not in str(refused.value)
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"", b"step_00000002\0", b"../step_00000002", b"/", b"step_00000099"])
+def test_a_latest_that_says_nothing_is_passed_over(tmp_path: Path, content: bytes) -> None:
+    newest = [save(tmp_path, step) for step in (2, 4)][-1]
+    (tmp_path / "latest").write_bytes(content)
+    assert find_latest(tmp_path) == newest
+
+
+def test_a_damaged_checkpoint_does_not_push_out_a_good_one(tmp_path: Path) -> None:
+    good, bad = save(tmp_path, 2), save(tmp_path, 3)
+    (bad / META).write_text("[]")
+    newest = save(tmp_path, 4)
+    assert names(tmp_path) == ["latest", good.name, bad.name, newest.name]
+    shutil.rmtree(newest)
+    assert find_latest(tmp_path) == good
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """The disk fails a file that grows beyond `size` bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("size", [0, 5, 20_000])
+def test_a_failing_disk_is_an_os_error_and_leaves_what_there_was(tmp_path: Path, size: int) -> None:
+    good = save(tmp_path, 2)
+    with files_of_at_most(size), pytest.raises(OSError, match="File too large") as failure:
+        save(tmp_path, 4)
+    assert "\n" not in str(failure.value)
+    assert names(tmp_path) == ["latest", good.name]
+    assert find_latest(tmp_path) == good
+
+
+def test_an_interrupt_of_the_storage_stays_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.distributed.checkpoint.filesystem._write_item", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path, 2)
+    assert find_latest(tmp_path) is None
 
 
 def test_latest_may_point_into_nothing(tmp_path: Path) -> None:

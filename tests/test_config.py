@@ -1,13 +1,15 @@
 """The configuration: v1.0's numbers, what follows from them, and one clear line for each thing that is wrong."""
 
 import math
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import Field, FrozenInstanceError, fields, replace
 from typing import Any
 
 import pytest
+from configs import tiny_config
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from hymo.accounting import describe as describe_run
 from hymo.config import (
     BYTE_TOKENS,
     DataConfig,
@@ -119,6 +121,48 @@ def test_capacity_is_the_share_rounded_up_and_never_more_than_the_row(
     assert model.moe_capacity(tokens) == min(tokens, -(-tenths * tokens * activated // (10 * routed)))
 
 
+def test_an_expert_always_serves_a_token() -> None:
+    assert ModelConfig(moe_capacity_factor=1e-9).moe_capacity(64) == 1
+
+
+NUMBERS = [
+    pytest.param(f"{section.name}.{each.name}", each, id=f"{section.name}.{each.name}")
+    for section in fields(HyMoConfig)
+    for each in fields(section.type)  # type: ignore[arg-type]
+    if describe(each.type) in ("int", "int or null", "float")
+]
+
+
+@pytest.mark.parametrize(("name", "number"), NUMBERS)
+def test_a_number_of_any_size_is_a_configuration_or_one_line(name: str, number: Field[Any]) -> None:
+    low, high = map(float, number.metadata["within"][1:-1].split(", "))
+    assert low > -math.inf
+    assert high < math.inf or name == "training.grad_clip", "grad_clip: .inf is documented"
+    for size in (10**400, -(10**400), 10**5000, 1e39 if high < 1e39 else -1e39, math.nan, -1):
+        with pytest.raises(ConfigError) as error:
+            derive_config(tiny_config(), **{name: size})
+        assert str(error.value).startswith(f"{name}: expected {describe(number.type)}")
+        assert len(str(error.value).splitlines()) == 1
+        assert len(str(error.value)) < 200
+
+
+@pytest.mark.parametrize("compile", ["none", "aot_eager", "inductor"])
+@pytest.mark.parametrize("rule", ["gated_delta", "gated_linear"])
+def test_the_largest_sizes_of_all_at_once_can_still_be_described(compile: str, rule: str) -> None:
+    largest = {}
+    for param in NUMBERS:
+        name, number = param.values
+        high = number.metadata["within"].split(", ")[1]
+        is_free = name.startswith(("model", "training")) and not name.endswith(("fraction", "global_batch_size"))
+        if is_free and high.endswith("]"):
+            largest[name] = float(high[:-1])
+    few = {"model.n_layers": 2, "model.mla_every": 2, "model.mtp_depth": 1, "model.mtp_loss_weights": [1]}
+    for rows in (1, 2**24):
+        shape = {"training.micro_batch_size": min(rows, 10**6), "training.max_seq_len": 2**24 // rows + 1 - (rows == 1)}
+        kind = {"training.compile": compile, "model.gdn_rule": rule, "data.val_tokens": 10**18}
+        assert "parameters stored" in describe_run(derive_config(V1, **largest | few | shape | kind))
+
+
 def test_config_is_frozen_and_hashable() -> None:
     with pytest.raises(FrozenInstanceError):
         V1.model.dim = 3  # type: ignore[misc]
@@ -161,11 +205,11 @@ def test_derive_config_reports_everything_at_once() -> None:
 @pytest.mark.parametrize(
     ("changes", "line"),
     [
-        ({"model.dim": 0}, "model.dim: expected int in [1, inf), got 0"),
+        ({"model.dim": 0}, "model.dim: expected int in [1, 65536], got 0"),
         ({"model.dim": True}, "model.dim: expected int, got bool True"),
         ({"model.dim": 3.5}, "model.dim: expected int, got float 3.5"),
         ({"model.dim": None}, "model.dim: expected int, got null"),
-        ({"model.vocab_size": 5 + BYTE_TOKENS}, "model.vocab_size: expected int in [262, inf), got 261"),
+        ({"model.vocab_size": 5 + BYTE_TOKENS}, "model.vocab_size: expected int in [262, 16777216], got 261"),
         (
             {"model.n_kv_groups": 5},
             "model.n_kv_groups: expected a divisor of n_heads (16), got 5; 1, 2, 4, 8, 16 would work",
@@ -193,14 +237,14 @@ def test_derive_config_reports_everything_at_once() -> None:
             {"model.mtp_depth": 3},
             "model.mtp_loss_weights: expected one weight for each of mtp_depth (3) heads, got 2",
         ),
-        ({"model.logit_softcap": 0}, "model.logit_softcap: expected float in (0, inf), got 0.0"),
+        ({"model.logit_softcap": 0}, "model.logit_softcap: expected float in [1e-6, 1e6], got 0.0"),
         (
             {"model.gdn_rule": "linear"},
             "model.gdn_rule: expected one of gated_delta, delta, gated_linear, got str 'linear'",
         ),
         ({"optimizer.adamw_betas": [0.9, 1.0]}, "optimizer.adamw_betas[1]: expected float in [0, 1), got 1.0"),
         ({"optimizer.adamw_betas": [0.9]}, "optimizer.adamw_betas: expected list of 2 float, got a list of 1"),
-        ({"optimizer.muon_lr": math.nan}, "optimizer.muon_lr: expected float in [0, inf), got nan"),
+        ({"optimizer.muon_lr": math.nan}, "optimizer.muon_lr: expected float in [0, 1e6], got nan"),
         ({"optimizer.cautious_wd": 1}, "optimizer.cautious_wd: expected true or false, got int 1"),
         (
             {"scheduler.warmup_frac": 0.1},

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hymo import tree
 from hymo.backend import EAGER, with_compute_dtype
 from hymo.batch import document_position
 from hymo.config import DELIMITER, ModelConfig
@@ -232,6 +233,34 @@ def test_a_narrow_compute_dtype_changes_logprobs_by_its_rounding_only() -> None:
     assert made.logprobs == pytest.approx([exact[made.ids[0]].item()], abs=0.05)
 
 
+@kinds
+@pytest.mark.parametrize("computed", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
+def test_a_state_of_any_dtype_continues_and_keeps_its_dtype(
+    kind: str, computed: torch.dtype, stored: torch.dtype
+) -> None:
+    cfg, params = model(kind)
+    tokens = windows(3, 2, 9)
+    state, logits = init_state(cfg, 2, 9, dtype=stored), []
+    before = [leaf.dtype for leaf in tree.leaves(state)]
+    for piece in tokens.split([4, 1, 4], dim=1):
+        made, after = forward(params, piece, cfg=cfg, backend=with_compute_dtype(EAGER, computed), state=state)
+        assert after is not None
+        state = after
+        logits.append(made)
+        assert [leaf.dtype for leaf in tree.leaves(state)] == before
+    exact = forward(params, tokens, cfg=cfg)[0]
+    # A rounding may choose another expert.
+    assert (torch.cat(logits, dim=1) - exact).norm() < 0.2 * exact.norm()
+
+
+def test_prompts_are_lists_or_tensors_of_ids() -> None:
+    cfg, params = model()
+    lists = generate(params, [[3, 4], [5, 6]], cfg=cfg, max_new_tokens=3)
+    for prompts in (torch.tensor([[3, 4], [5, 6]]), [torch.tensor([3, 4]), (5, 6)], iter([[3, 4], [5, 6]])):
+        assert generate(params, prompts, cfg=cfg, max_new_tokens=3) == lists
+
+
 def test_no_prompts_make_no_text() -> None:
     cfg, params = model()
     assert generate(params, [], cfg=cfg, max_new_tokens=3) == []
@@ -249,6 +278,15 @@ def test_no_prompts_make_no_text() -> None:
         ({"max_new_tokens": 0}, r"max_new_tokens: expected at least 1, got 0"),
         ({"max_new_tokens": 62}, r"prompt 0: 3 tokens .* and 62 new ones exceed max_seq_len 64; 61 new ones would fit"),
         ({"prompts": [[1], [2, 512]]}, r"prompt 1: id 512 at 1 is not in 0 to 511"),
+        ({"prompts": "ab"}, r"prompt 0: expected a list or a 1-D tensor of ids, .* got str 'a'"),
+        ({"prompts": [b"ab"]}, r"prompt 0: expected a list or a 1-D tensor of ids, .* got bytes b'ab'"),
+        ({"prompts": [1, 2]}, r"prompt 0: expected a list or a 1-D tensor of ids, .* got int 1"),
+        ({"prompts": [[1], ["a"]]}, r"prompt 1: expected a list or a 1-D tensor of ids, .* got list \['a'\]"),
+        (
+            {"prompts": [torch.zeros(2)]},
+            r"prompt 0: expected a list or a 1-D tensor of ids, .* got Tensor \[0.0, 0.0\]",
+        ),
+        ({"prompts": torch.zeros(1, 2, 3).long()}, r"prompt 0: expected a list or a 1-D tensor of ids, .* got Tensor"),
         ({"prompts": [[-1]]}, r"prompt 0: id -1 at 0 is not in 0 to 511"),
         ({"seeds": [1, 2]}, r"seeds: expected one for each of 1 prompts, got 2"),
         ({"stop_ids": [512]}, r"stop_ids: id 512 at 0 is not in 0 to 511"),

@@ -19,6 +19,7 @@ from hymo.checkpoint import Provenance, save_checkpoint
 from hymo.config_yaml import to_yaml
 from hymo.data import prepare_corpus
 from hymo.handle import HyMo, build_hymo, open_run
+from hymo.jit import jit
 from hymo.layers.embedding import unembed
 from hymo.layers.norm import rms_norm
 from hymo.model import forward, model_spec
@@ -39,6 +40,22 @@ def test_logits_are_read_from_the_hidden_states() -> None:
     normed = rms_norm(hidden, MODEL.params.norm, eps=MODEL.config.norm_eps)
     assert torch.equal(logits, MODEL(windows(0, 2, 9)))
     assert torch.equal(logits, unembed(normed, MODEL.params.table, cap=MODEL.config.logit_softcap))
+
+
+@pytest.mark.parametrize("id", [-1, 512, 10**12])
+def test_an_id_outside_the_vocabulary_is_named(id: int) -> None:
+    tokens = windows(0, 2, 9).index_fill(1, torch.tensor([4]), id)
+    for call in (MODEL, MODEL.forward_with_hidden):
+        with pytest.raises(ValueError, match=rf"^tokens: id {id} is not in 0 to 511$"):
+            call(tokens)
+
+
+def test_a_model_can_be_transformed_like_its_functions() -> None:
+    tokens = windows(0, 3, 2, 9)
+    expected = torch.stack([MODEL(each) for each in tokens])
+    torch.testing.assert_close(torch.func.vmap(MODEL)(tokens), expected, atol=1e-5, rtol=1e-5)
+    compiled = jit(MODEL, compile="aot_eager")
+    torch.testing.assert_close(compiled(tokens[0]), expected[0], atol=1e-5, rtol=1e-5)
 
 
 @settings(max_examples=8, deadline=None)
@@ -80,6 +97,9 @@ def test_a_model_computes_in_the_configured_precision() -> None:
     assert narrow.params.table.dtype == torch.float32
     difference = (narrow(windows(0, 2, 9)) - MODEL(windows(0, 2, 9))).abs().max().item()
     assert 0 < difference < 0.1
+    moved, hidden = narrow.forward_with_hidden(windows(0, 2, 9), start_pos=7)
+    assert hidden.dtype == torch.bfloat16
+    torch.testing.assert_close(moved, MODEL(windows(0, 2, 9)), atol=0.1, rtol=0)
 
 
 def test_a_handle_cannot_be_changed_but_replaced() -> None:

@@ -30,7 +30,7 @@ from hymo.params import (
     normal,
     normal_fan_in,
     partition,
-    power_fan_in,
+    power,
     vector,
 )
 from tests.configs import tiny_config
@@ -44,7 +44,7 @@ class Toy(NamedTuple):
     stack: Float[Tensor, "e d f"] = expert(inputs="d")
     steer: Float[Tensor, "d e"] = gate(inputs="d", init=normal(0.006))
     scale: Float[Tensor, " d"] = vector(constant(1.0))
-    bias: Float[Tensor, " e"] = buffer(power_fan_in(-1.0), inputs="e")
+    bias: Float[Tensor, " e"] = buffer(power(-1.0), of="e")
     extra: Float[Tensor, "d d"] | tuple[()] = matrix(inputs="d", residual=True)
 
 
@@ -66,6 +66,14 @@ def test_a_declaration_is_read_with_its_sizes() -> None:
     )
     assert (SPEC.extra.shape, SPEC.extra.gain) == ((64, 64), 0.25)  # type: ignore[union-attr]
     assert SPEC.stack.size == 4 * 64 * 48
+
+
+def test_inputs_are_axes_that_are_contracted_and_others_only_set_the_size() -> None:
+    spec = model_spec(tiny_config(model={"gdn_value_skip": True, "gdn_ffn_dim": 32, "tie_embeddings": False}).model)
+    for name, leaf in tree.paths(spec, is_leaf=is_spec).items():
+        assert set(leaf.inputs.split()) <= set(leaf.axes), name
+        assert not (leaf.inputs and leaf.of), name
+        assert bool(leaf.inputs) == (len(leaf.axes) > 1 and not name.endswith("A_log")), name
 
 
 def test_what_is_given_is_not_read() -> None:

@@ -1,5 +1,8 @@
+import io
 import json
+import math
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -8,19 +11,31 @@ from importlib import util
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import evaluate
 import pytest
 import torch
+from command_line import execute
 from tiny_run import prepare, run_config
 
 from hymo.batch import Batch
 from hymo.config_yaml import load_config, to_yaml
 from hymo.jit import _compiler_error
+from hymo.run_folder import held
 from hymo.trainer import Trainer
 
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes" / "pretrain.py"
 TIMES = ("tokens_per_second", "seconds", "eta_seconds")
-FILES = {"checkpoints", "config.yaml", "metrics.jsonl", "report.html", "run.json", "sample.txt", "tokenizer.json"}
+FILES = {
+    ".lock",
+    "checkpoints",
+    "config.yaml",
+    "metrics.jsonl",
+    "report.html",
+    "run.json",
+    "sample.txt",
+    "tokenizer.json",
+}
 
 
 class Outcome(NamedTuple):
@@ -115,23 +130,24 @@ def test_each_run_gets_a_folder_of_its_own(run: Run, config: Path) -> None:
     assert samples[0] == samples[1]
 
 
+def start(folder: Path, *arguments: str, **environment: str) -> None:
+    """Runs the recipe in a process of its own."""
+    both = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1", **environment}
+    command = [sys.executable, str(RECIPE), *arguments]
+    done = subprocess.run(command, cwd=folder, env=both, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_run_that_was_killed_goes_on_as_if_nothing_happened(data: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path / "trial.yaml", data)
-
-    def start(*arguments: str) -> None:
-        environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(RECIPE), *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-
-    start(str(config), "run.output_dir=whole")
+    start(tmp_path, str(config), "run.output_dir=whole", PYTHONIOENCODING="ascii")
     # What is there when a run dies after its third step: the second's checkpoint and half a line.
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
     shutil.rmtree(tmp_path / "killed" / "checkpoints" / "step_00000004")
     metrics = tmp_path / "killed" / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:4]) + lines[4][:50])
-    start("killed/config.yaml", "run.output_dir=killed", "--resume")
+    start(tmp_path, "killed/config.yaml", "--resume")
     assert records(tmp_path / "killed") == records(tmp_path / "whole")
     assert [record["step"] for record in records(tmp_path / "whole")] == [1, 2, 2, 3, 4, 4]
 
@@ -200,7 +216,8 @@ def test_an_interrupted_run_goes_on(run: Run, config: Path, tmp_path: Path, monk
     with monkeypatch.context() as patched:
         patched.setattr(Trainer, "_next_batch", interrupted)
         outcome = run(config, place)
-    assert (outcome.code, outcome.error) == (130, "interrupted; --resume goes on from the last checkpoint\n")
+    told = "pretrain: interrupted after step 3; --resume goes on from step_00000002\n"
+    assert (outcome.code, outcome.error) == (130, told)
     assert "going on after step 2" in run(config, place, "--resume").out
     assert records(tmp_path / "place") == records(tmp_path / "whole")
 
@@ -223,7 +240,7 @@ def test_training_that_diverges_is_one_line_and_exit_code_1(
     outcome = run(config, "training.nan_skip_budget=1")
     assert outcome.code == 1
     assert outcome.error.count("\n") == 1
-    assert "training.nan_skip_budget" in outcome.error
+    assert outcome.error.startswith("pretrain: training.nan_skip_budget")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +248,7 @@ def test_training_that_diverges_is_one_line_and_exit_code_1(
     [
         (["training.sed=7"], ["training.sed: unknown key", "did you mean 'seed'?"]),
         (["optimizer.muon_lr=abc"], ["optimizer.muon_lr: expected float", "'abc'"]),
-        (["training.micro_batch_size=0"], ["training.micro_batch_size: expected int in [1, inf), got 0"]),
+        (["training.micro_batch_size=0"], ["training.micro_batch_size: expected int in [1, ", "got 0"]),
         (["model.n_heads=6", "model.n_kv_groups=4"], ["model.n_kv_groups: expected a divisor of n_heads (6), got 4"]),
         (["model.qk_rope_head_dim=7"], ["model.qk_rope_head_dim: expected an even number, got 7"]),
         (["training.max_seq_len=64"], ["training.max_seq_len: expected at most model.max_seq_len (32), got 64"]),
@@ -250,6 +267,8 @@ def test_training_that_diverges_is_one_line_and_exit_code_1(
         (["--resume", "--overwrite"], ["--overwrite: not allowed with argument --resume"]),
         (["--resume", "run.output_dir=nowhere"], ["nowhere holds no run"]),
         (["--fast"], ["unrecognized arguments: --fast"]),
+        (["--over"], ["unrecognized arguments: --over"]),
+        (["training.global_batch_size=7"], ["training.global_batch_size: expected", "= 4, got 7"]),
     ],
 )
 def test_what_is_asked_wrongly_is_one_line(run: Run, config: Path, arguments: list[str], parts: list[str]) -> None:
@@ -313,8 +332,9 @@ def test_no_compiler_for_inductor_is_one_line(run: Run, config: Path, monkeypatc
 
 
 def test_many_ranks_are_not_there_yet(run: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert_refused(run(config), "WORLD_SIZE", "got 2")
+    for ranks in ("2", "abc"):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        assert_refused(run(config), "WORLD_SIZE", f"expected 1, got '{ranks}'")
 
 
 def test_our_own_mistakes_keep_their_traceback(run: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -324,3 +344,208 @@ def test_our_own_mistakes_keep_their_traceback(run: Run, config: Path, monkeypat
     monkeypatch.setattr("hymo.trainer.init_train_state", mistake)
     with pytest.raises(ValueError, match="ours"):
         run(config)
+    assert not names(Path.cwd())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["model.n_layers=1", "model.mla_offset=1"],
+        ["model.max_seq_len=1", "training.max_seq_len=1", "model.mtp_depth=0", "model.mtp_loss_weights=[]"],
+    ],
+    ids=["no experts", "one position"],
+)
+def test_a_model_at_the_edge_trains_to_its_report(run: Run, config: Path, arguments: list[str]) -> None:
+    outcome = run(config, *arguments, "scheduler.total_steps=2")
+    assert (outcome.code, outcome.error) == (0, "")
+    folder = Path("runs/trial-1")
+    assert names(folder) == FILES
+    has_experts = "model.n_layers=1" not in arguments
+    train = [record for record in records(folder) if record["kind"] == "train"]
+    assert [bool(record["load"]) for record in train] == [has_experts] * 2
+    assert [record["bias_range"] is not None for record in train] == [has_experts] * 2
+    assert ("experts max/mean" in outcome.out) == has_experts
+
+
+def test_a_run_that_was_moved_goes_on_where_it_is(run: Run, config: Path, tmp_path: Path) -> None:
+    assert run(config, "run.output_dir=first", "scheduler.total_steps=2").code == 0
+    before = {path: path.read_bytes() for path in Path("first").rglob("*") if path.is_file()}
+    shutil.copytree("first", "copy")
+    assert run("copy/config.yaml", "--resume", "scheduler.total_steps=4").code == 0
+    assert {path: path.read_bytes() for path in Path("first").rglob("*") if path.is_file()} == before
+    assert records(Path("copy"))[-1]["step"] == 4
+    assert load_config("copy/config.yaml").run.output_dir == str(Path("copy").absolute())
+    # What the command line says stands above it.
+    assert run("copy/config.yaml", "--resume", "scheduler.total_steps=3", "run.output_dir=first").code == 0
+    assert records(Path("first"))[-1]["step"] == 3
+
+
+@pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
+def test_a_run_has_one_writer(run: Run, config: Path, tmp_path: Path, flag: str) -> None:
+    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
+    with held(folder):
+        assert_refused(run(config, place), str(folder), "in use by another process")
+    assert not folder.exists()
+    assert run(config, place, "scheduler.total_steps=1").code == 0
+    with held(folder):
+        assert_refused(run(config, place, flag), str(folder), "in use by another process")
+    assert run(config, place, flag).code == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "is_folder", "part"),
+    [("checkpoints", False, "to be a folder, it is a file"), ("metrics.jsonl", True, "to be a file, it is a folder")],
+)
+def test_a_file_of_the_wrong_kind_is_named(
+    run: Run, config: Path, tmp_path: Path, name: str, is_folder: bool, part: str
+) -> None:
+    place, path = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place" / name
+    path.parent.mkdir()
+    (path.parent / "config.yaml").touch()
+    path.mkdir() if is_folder else path.touch()
+    assert_refused(run(config, place, "--resume"), str(path), part)
+
+
+def test_a_log_that_is_damaged_does_not_hinder(run: Run, config: Path, tmp_path: Path) -> None:
+    place, log = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place" / "metrics.jsonl"
+    assert run(config, place, "scheduler.total_steps=2").code == 0
+    whole = records(log.parent)
+    log.write_bytes(b"5\n\xff\xfe\n" + log.read_bytes())
+    assert run(config, place, "--resume").code == 0
+    assert records(log.parent)[:3] == whole
+
+
+def test_a_full_disk_is_one_line_and_exit_code_1(run: Run, config: Path, tmp_path: Path) -> None:
+    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
+    assert run(config, place, "scheduler.total_steps=2").code == 0
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
+    try:
+        outcome = run(config, place, "--resume")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert outcome.code == 1
+    assert outcome.error.count("\n") == 1, outcome.error
+    assert "File too large" in outcome.error
+    assert "going on after step 2" in run(config, place, "--resume").out
+    assert records(folder)[-1]["step"] == 4
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory\nmore")]
+)
+def test_too_little_memory_is_one_line_and_leaves_nothing(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def allocate(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("hymo.trainer.init_train_state", allocate)
+    outcome = run(config)
+    assert outcome.code == 1
+    assert outcome.error.count("\n") == 1
+    assert outcome.error.startswith("pretrain: memory is not enough: ")
+    assert not names(Path.cwd())
+
+
+def test_a_link_to_a_folder_stays_one(run: Run, config: Path, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+    place = f"run.output_dir={tmp_path / 'link'}"
+    assert run(config, place, "scheduler.total_steps=1").code == 0
+    assert run(config, place, "scheduler.total_steps=2", "--overwrite").code == 0
+    assert (tmp_path / "link").is_symlink()
+    assert names(tmp_path / "disk") == FILES
+    assert records(tmp_path / "disk")[-1]["step"] == 2
+
+
+def test_overwriting_that_was_killed_is_named(run: Run, config: Path, tmp_path: Path) -> None:
+    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
+    assert run(config, place, "scheduler.total_steps=1").code == 0
+    (folder / ".replaced").mkdir()
+    (folder / "config.yaml").rename(folder / ".replaced" / "config.yaml")
+    for flags in ([], ["--resume"], ["--overwrite"]):
+        assert_refused(run(config, place, *flags), str(folder / ".replaced"), "delete it, or move what is in it back")
+    shutil.rmtree(folder / ".replaced")
+    assert run(config, place, "--overwrite").code == 0
+    assert names(folder) == FILES
+
+
+@pytest.mark.parametrize("content", [[], ["mine.txt"]])
+def test_a_run_that_cannot_begin_leaves_its_folder_as_it_was(
+    run: Run, config: Path, tmp_path: Path, content: list[str]
+) -> None:
+    folder = tmp_path / "place"
+    folder.mkdir()
+    for name in content:
+        (folder / name).touch()
+    weighted = "data.sources=[{name: poems, weight: 1}]"
+    assert_refused(run(config, f"run.output_dir={folder}", weighted), "poems")
+    assert names(folder) - {".lock"} == set(content)
+    assert folder.exists()
+
+
+def test_a_finished_run_says_so_and_stays(run: Run, config: Path, tmp_path: Path) -> None:
+    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
+    assert run(config, place).code == 0
+    before = records(folder)
+    outcome = run(config, place, "--resume")
+    assert (outcome.code, outcome.error) == (0, "")
+    assert outcome.out == "done at step 4; a higher scheduler.total_steps goes on\n"
+    settings = (folder / "config.yaml").read_bytes()
+    refused = run(config, place, "--resume", "scheduler.total_steps=3")
+    assert_refused(refused, "scheduler.total_steps: expected at least the 4 steps done, got 3")
+    assert records(folder) == before
+    assert (folder / "config.yaml").read_bytes() == settings
+    # Killed between its last checkpoint and its report.
+    (folder / "report.html").unlink()
+    assert run(config, place, "--resume").code == 0
+    assert names(folder) == FILES
+
+
+def test_a_checkpoint_that_is_passed_over_is_told(run: Run, config: Path, tmp_path: Path) -> None:
+    place, newest = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place" / "checkpoints" / "step_00000004"
+    assert run(config, place).code == 0
+    (newest / ".metadata").unlink()
+    outcome = run(config, place, "--resume")
+    assert f"{newest} is not complete: passed over\ngoing on after step 2\n" in outcome.out
+
+
+def test_a_reader_that_leaves_ends_a_recipe_quietly(tmp_path: Path, config: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(RECIPE), str(config), "--dry-run"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_a_letter_that_the_terminal_does_not_have_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr("sys.stdout", terminal)
+    assert execute("print", lambda: print("h\u00e9llo \ufffd")) == 0
+    assert terminal.buffer.getvalue() == b"h?llo ?\n"
+
+
+def test_a_figure_that_is_not_finite_is_null(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(evaluate, "score", lambda *given: {"loss": math.nan, "sources": {"prose": {"loss": math.inf}}})
+    monkeypatch.setattr("sys.argv", ["evaluate.py", "trial"])
+    assert evaluate.main() == 0
+    assert json.loads(capsys.readouterr().out) == {"loss": None, "sources": {"prose": {"loss": None}}}
+
+
+def test_an_interrupted_run_without_a_checkpoint_promises_none(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(trainer: Trainer) -> Batch:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Trainer, "_next_batch", interrupted)
+    outcome = run(config)
+    assert (outcome.code, outcome.error) == (
+        130,
+        "pretrain: interrupted after step 0; there is no checkpoint yet\n",
+    )

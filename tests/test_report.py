@@ -21,7 +21,7 @@ CONFIG = Path(__file__).parent.parent / "recipes" / "configs" / "tiny.yaml"
 
 def train(step: int, **changed: Any) -> dict[str, Any]:
     record = {
-        **{"kind": "train", "step": step, "loss": 9 / step, "main": 7 / step, "mtp": [8 / step, 9 / step]},
+        **{"kind": "train", "step": step, "loss": 7 / step, "total": 9 / step, "mtp": [8 / step, 9 / step]},
         **{"grad_norm": 1.5, "muon_lr": 0.02, "adamw_lr": 3e-4, "tokens": 2048 * step, "samples": 8 * step},
         **{"skipped": 0, "finite": True, "load": [[0.5, 0.25, 0.25, 0.0]], "dropped": [0.01], "mfu": None},
         **{"bias_range": [-0.1, 0.2], "tokens_per_second": 2000.0, "seconds": 1.0 * step, "eta_seconds": 0.0},
@@ -109,7 +109,7 @@ def test_text_of_the_model_is_shown_and_never_obeyed(tmp_path: Path) -> None:
 
 
 def test_gaps_stay_gaps(tmp_path: Path) -> None:
-    holes = [train(step, main=value) for step, value in enumerate([3.0, 2.0, None, math.nan, math.inf, 1.0, 1.5], 1)]
+    holes = [train(step, loss=value) for step, value in enumerate([3.0, 2.0, None, math.nan, math.inf, 1.0, 1.5], 1)]
     holes[2] |= {"finite": False, "grad_norm": None, "load": [[None, None, None, None]], "mtp": [None, None]}
     text, page = page_of(folder_with(tmp_path, holes))
 

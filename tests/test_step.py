@@ -176,9 +176,14 @@ def test_one_spoiled_micro_batch_moves_counters_and_nothing_else(poison: str, in
 
 @pytest.fixture(scope="module", params=["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)])
 def compiled(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Callable[..., Any]]]:
-    """One compiled, donating step for all tests of it."""
+    """One compiled, donating step for all tests of it, deterministic as the recipe asks for on a CPU.
+
+    Without that, inductor adds up gradients of a repeated token by atomic additions, in whatever order threads come.
+    """
+    torch.use_deterministic_algorithms(True)
     parts = step_setup()
     yield parts, parts.step(request.param, donate=True, backend=poisoned(POISONS["a value that is NaN"]))
+    torch.use_deterministic_algorithms(False)
     torch._dynamo.reset()
 
 

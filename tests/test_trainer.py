@@ -15,6 +15,7 @@ from hymo.config import TrainingConfig
 from hymo.handle import build_hymo
 from hymo.progress import MetricsLog, clock
 from hymo.run_data import open_run_data
+from hymo.run_folder import held
 from hymo.trainer import Trainer, TrainingStopped, check_available
 
 CPU = torch.device("cpu")
@@ -155,7 +156,9 @@ def test_the_log_has_every_due_step_and_evaluation(data: Path, tmp_path: Path) -
     assert evaluation.bits_per_byte == written[-1]["bits_per_byte"]
     first = written[0]
     assert (first["samples"], first["tokens"], first["finite"], first["skipped"]) == (4, 4 * 32, True, 0)
-    assert first["main"] == pytest.approx(torch.log(torch.tensor(512.0)).item(), abs=0.1)
+    assert first["loss"] == pytest.approx(torch.log(torch.tensor(512.0)).item(), abs=0.1)
+    assert first["total"] == pytest.approx(first["loss"] + 0.3 * first["mtp"][0], rel=1e-5)
+    assert "main" not in first
     assert len(first["load"]) == 1
     assert sum(first["load"][0]) == pytest.approx(1.0)
     saved = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
@@ -237,6 +240,57 @@ def test_the_model_that_was_given_stays_as_it_is(data: Path, tmp_path: Path) -> 
     assert not torch.equal(trainer.model.params.table, before.table)
 
 
+def test_a_configuration_and_a_model_are_enough(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = run_config(data)
+    trainer = Trainer(config, build_hymo(config))
+    folder = tmp_path / "runs" / "trial-1"
+    assert trainer.config.run.output_dir == str(folder)
+    trainer.train(max_steps=1)
+    with pytest.raises(ValueError, match="in use by another process"), held(folder):
+        pass
+    trainer.close()
+    with held(folder):
+        assert find_latest(folder / "checkpoints") == folder / "checkpoints" / "step_00000001"
+    with pytest.raises(ValueError, match="already holds a run"):
+        Trainer(trainer.config)
+    for wrong in ({"data": {"folder": "nowhere"}}, {"model": {"vocab_size": 700}}):
+        with pytest.raises(ValueError, match=r"nowhere|vocab_size"):
+            Trainer(run_config(data, **wrong))
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["trial-1"]
+
+
+def test_what_is_better_than_possible_is_saved_and_stops_the_run(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = open_trainer(run_config(data, training={"save_interval": 100}), tmp_path)
+    evaluate = trainer.evaluate
+    monkeypatch.setattr(trainer, "evaluate", lambda: evaluate()._replace(bits_per_byte=0.499))
+    with pytest.raises(TrainingStopped, match=r"suspected leak: below 0.5 bits/byte after step 3") as stop:
+        trainer.train()
+    assert stop.value.exit_code == 1
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_00000003"
+    monkeypatch.setattr(trainer, "evaluate", lambda: evaluate()._replace(bits_per_byte=0.5))
+    trainer.train()
+    assert trainer.step == 6
+
+
+def test_a_state_that_is_not_finite_is_not_saved(data: Path, tmp_path: Path) -> None:
+    trainer = open_trainer(run_config(data), tmp_path)
+    good = trainer.save()
+    trainer.state.params.table.fill_(float("nan"))
+    with pytest.raises(TrainingStopped, match=r"params.table is not finite") as stop:
+        trainer.save()
+    assert stop.value.exit_code == 1
+    assert find_latest(tmp_path / "checkpoints") == good
+
+
+def test_a_checkpoint_beyond_the_schedule_is_refused(data: Path, tmp_path: Path, whole: Finished) -> None:
+    shorter = open_trainer(run_config(data, scheduler={"total_steps": 5}), tmp_path)
+    with pytest.raises(ValueError, match=r"scheduler.total_steps: expected at least the 6 steps done, got 5"):
+        shorter.load(whole.folder / "checkpoints" / "step_00000006")
+
+
 def test_a_checkpoint_of_another_run_is_refused(data: Path, tmp_path: Path) -> None:
     first = open_trainer(run_config(data), tmp_path / "a")
     path = first.save()
@@ -275,9 +329,10 @@ def test_what_is_not_there_is_found_before_training(data: Path, monkeypatch: pyt
         check_available(run_config(data, run={"trackers": ["wandb"]}), CPU)
     with pytest.raises(ValueError, match=r"training\.global_batch_size: .* = 4, got 64"):
         check_available(run_config(data, training={"global_batch_size": 64}), CPU)
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(ValueError, match=r"WORLD_SIZE: .* got 8"):
-        check_available(run_config(data), CPU)
+    for ranks in ("8", "abc", "0"):
+        monkeypatch.setenv("WORLD_SIZE", ranks)
+        with pytest.raises(ValueError, match=rf"WORLD_SIZE: .* expected 1, got '{ranks}'"):
+            check_available(run_config(data), CPU)
 
 
 def test_the_log_is_json_whatever_is_in_it(tmp_path: Path) -> None:
@@ -288,6 +343,17 @@ def test_the_log_is_json_whatever_is_in_it(tmp_path: Path) -> None:
     assert log.rewind(1) == 2.0
     assert log.rewind(0) == 0.0
     assert log.path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [b"5", b"[1]", b"null", b"{}", b'{"step": 1}', b'{"step": "1", "seconds": 1}', b"\xff\xfe", b'{"step": 1, "se'],
+)
+def test_a_line_of_the_log_that_is_no_record_is_dropped(tmp_path: Path, damage: bytes) -> None:
+    good = b'{"step": 1, "seconds": 2.0}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(damage + b"\n" + good + damage)
+    assert MetricsLog(tmp_path / "metrics.jsonl").rewind(1) == 2.0
+    assert (tmp_path / "metrics.jsonl").read_bytes() == good
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from hymo.data.corpus import (
     order0_entropy,
     prepare_corpus,
     prepare_embedded,
+    read_floors,
     xz_bits_per_byte,
 )
 from hymo.data.mixture import Draw, Mixture, window_count
@@ -51,6 +52,7 @@ __all__ = [
     "order0_entropy",
     "prepare_corpus",
     "prepare_embedded",
+    "read_floors",
     "read_manifest",
     "train_bpe_tokenizer",
     "validation_batches",

@@ -37,7 +37,8 @@ def mix_sources(sources: Sequence[TokenSource], *, weights: Mapping[str, float],
     """The mixture of opened sources, in their order, by weights given by name.
 
     Raises:
-        ValueError: if names and weights do not match, or a source with a weight is shorter than one window.
+        ValueError: if names and weights do not match, a source with a weight is shorter than one window, or a weight is
+            so small that its source would never be drawn.
     """
     names = [source.name for source in sources]
     if sorted(names) != sorted(weights):
@@ -49,7 +50,15 @@ def mix_sources(sources: Sequence[TokenSource], *, weights: Mapping[str, float],
                 f"{seq_len + 1}; give it more text, a shorter seq_len or weight 0"
             )
     windows = tuple(window_count(source.num_tokens, seq_len) for source in sources)
-    return Mixture(tuple(float(weights[name]) for name in names), windows, seed)
+    mixture = Mixture(tuple(float(weights[name]) for name in names), windows, seed)
+    for name, share in zip(names, mixture.shares, strict=True):
+        if weights[name] > 0 and not share:
+            slots = sum(mixture.slots)
+            raise ValueError(
+                f"mixture: source {name} has weight {weights[name]:g}, of {slots:,} samples it would get none; give it "
+                f"at least {sum(weights.values()) / slots:g}, or leave it out"
+            )
+    return mixture
 
 
 class BatchLoader:
@@ -138,10 +147,19 @@ class BatchLoader:
 def read_samples(
     sources: Sequence[TokenSource], mixture: Mixture, numbers: Sequence[int], *, seq_len: int
 ) -> tuple[Int[Tensor, "rows window"], Int[Tensor, " rows"]]:
-    """The windows of the samples with these numbers, and the source of each."""
-    draws = [mixture.draw(number) for number in numbers]
-    windows = [sources[draw.source].read(draw.window * seq_len, seq_len + 1) for draw in draws]
-    return torch.stack(windows), torch.tensor([draw.source for draw in draws])
+    """The windows of the samples with these numbers, and the source of each; ValueError if memory cannot hold them."""
+    # Allocated before anything is read, so that too many rows fail at once.
+    try:
+        windows = torch.empty(len(numbers), seq_len + 1, dtype=torch.int64)
+    except RuntimeError:
+        raise ValueError(
+            f"loader: {len(numbers):,} rows of {seq_len + 1:,} tokens do not fit in memory; use a smaller micro_batch"
+        ) from None
+    source = torch.empty(len(numbers), dtype=torch.int64)
+    for row, draw in enumerate(map(mixture.draw, numbers)):
+        windows[row] = sources[draw.source].read(draw.window * seq_len, seq_len + 1)
+        source[row] = draw.source
+    return windows, source
 
 
 def validation_batches(

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from hymo.data.record import expect, expect_keys
 from hymo.data.shards import MANIFEST, Document, Manifest, read_manifest, write_manifest, write_shards
 from hymo.data.tokenizer import ExtendedTokenizer, train_bpe_tokenizer
 
@@ -133,6 +134,24 @@ def prepare_corpus(
         if not _holds(target, made_from):
             partial.rename(target)
     return _opened(target, reused=False)
+
+
+def read_floors(directory: str | Path) -> dict[str, Floor]:
+    """What a model has to beat on the validation text of a prepared folder; empty if its notes do not say.
+
+    Raises:
+        ValueError: as `read_manifest`, and if what they say are no numbers.
+    """
+    noted = read_manifest(directory).notes.get("validation", {})
+    try:
+        floors = expect(dict, noted, "notes.validation")
+        numbers = {
+            name: expect_keys(Floor.__annotations__, floor, f"notes.validation.{name}")
+            for name, floor in floors.items()
+        }
+    except ValueError as error:
+        raise ValueError(f"data {Path(directory) / MANIFEST}: {error}; prepare the data again") from None
+    return {name: Floor(*(each[key] for key in Floor._fields)) for name, each in numbers.items()}
 
 
 def embedded_documents() -> dict[str, list[str]]:
@@ -293,5 +312,4 @@ def _opened(directory: Path, *, reused: bool) -> PreparedCorpus:
             f"data {directory}: its {TOKENIZER} has fingerprint {tokenizer.fingerprint}, its shards were made with "
             f"{manifest.tokenizer}; remove the folder and prepare it again"
         )
-    validation = {name: Floor(**floor) for name, floor in manifest.notes["validation"].items()}
-    return PreparedCorpus(directory, tokenizer, manifest, validation, reused)
+    return PreparedCorpus(directory, tokenizer, manifest, read_floors(directory), reused)

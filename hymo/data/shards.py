@@ -35,11 +35,13 @@ from jaxtyping import Int
 from torch import Tensor
 
 from hymo.config import DELIMITER
+from hymo.data.record import expect, expect_format, expect_keys, read_json
 
 MANIFEST = "manifest.json"
 _MAGIC = 20240520
 _HEADER_BYTES = 1024
 _MANIFEST_FORMAT = 1
+_VERIFIED_TOGETHER = 1_000_000
 
 
 class Document(NamedTuple):
@@ -158,18 +160,23 @@ def read_manifest(directory: str | Path) -> Manifest:
     """
     path = Path(directory) / MANIFEST
     try:
-        record: Any = json.loads(path.read_text(encoding="utf-8"))
-        if record["format"] != _MANIFEST_FORMAT:
-            raise ValueError(f"format {record['format']!r}, this version reads {_MANIFEST_FORMAT}")
+        record = read_json(path)
+        expect_format(_MANIFEST_FORMAT, record, "manifest")
+        expect_keys({"tokenizer": str, "vocab_size": int, "sources": dict, "notes": dict}, record, "manifest")
         sources = {
-            source: {split: tuple(Shard(**shard) for shard in shards) for split, shards in splits.items()}
+            source: {
+                split: _shards(shards, f"sources.{source}.{split}")
+                for split, shards in expect(dict, splits, f"sources.{source}").items()
+            }
             for source, splits in record["sources"].items()
         }
         return Manifest(record["tokenizer"], record["vocab_size"], sources, record["notes"])
     except FileNotFoundError:
         raise ValueError(f"data {path}: no such file; a folder of finished token shards has one") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"data {path}: not a manifest of token shards ({type(error).__name__}: {error})") from None
+    except OSError as error:
+        raise ValueError(f"data {path}: it cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"data {path}: not a manifest of token shards ({error}); prepare the data again") from None
 
 
 class TokenSource:
@@ -188,6 +195,7 @@ class TokenSource:
         self.vocab_size = vocab_size
         self.sha256 = hashlib.sha256("".join(shard.sha256 for shard in shards).encode()).hexdigest()
         self._item = _item_size(vocab_size)
+        self._shards = tuple(shards)
         self._paths = [directory / shard.file for shard in shards]
         # Python integers: an offset beyond 4 GB must not wrap.
         self._starts = [0, *accumulate(shard.tokens for shard in shards)]
@@ -206,12 +214,39 @@ class TokenSource:
             raise ValueError(
                 f"source {self.name}: tokens {start} to {start + count} asked, it has 0 to {self.num_tokens}"
             )
+        return self._ids(self._bytes(start, count), start)
+
+    def verify(self) -> None:
+        """Reads every token once.
+
+        Raises:
+            ValueError: naming the first shard whose tokens are not those that it was written with, by their sha256, or
+                the first id that is not below the vocabulary size.
+        """
+        for path, shard, begin in zip(self._paths, self._shards, self._starts, strict=False):
+            digest = hashlib.sha256()
+            for start in range(begin, begin + shard.tokens, _VERIFIED_TOGETHER):
+                data = self._bytes(start, min(_VERIFIED_TOGETHER, begin + shard.tokens - start))
+                self._ids(data, start)
+                digest.update(data)
+            if (found := digest.hexdigest()) != shard.sha256:
+                raise ValueError(
+                    f"shard {path}: its tokens have sha256 {found[:12]}, {shard.sha256[:12]} expected; they were "
+                    "changed, make the shard again"
+                )
+
+    def _bytes(self, start: int, count: int) -> bytearray:
+        """Tokens of the stream as they are stored."""
         buffer = bytearray()
         while (have := len(buffer) // self._item) < count:
             k = bisect_right(self._starts, start + have) - 1
             wanted = min(start + count, self._starts[k + 1]) - (start + have)
             offset = _HEADER_BYTES + (start + have - self._starts[k]) * self._item
             buffer += _pread(self._files[k], wanted * self._item, offset, self._paths[k])
+        return buffer
+
+    def _ids(self, buffer: bytearray, start: int) -> Int[Tensor, " n"]:
+        """Stored tokens, the first at `start`, as checked ids."""
         if not buffer:
             return torch.empty(0, dtype=torch.int64)
         # A mapping would be as fast, but its resident memory grows with everything ever touched.
@@ -221,7 +256,7 @@ class TokenSource:
             position = int(((tokens < 0) | (tokens >= self.vocab_size)).nonzero()[0])
             raise ValueError(
                 f"source {self.name}: token id {int(tokens[position])} at position {start + position} is not in "
-                f"0 to {self.vocab_size - 1}; a shard is damaged (verify_shards names it)"
+                f"0 to {self.vocab_size - 1}; a shard is damaged, make it again"
             )
         return tokens
 
@@ -284,19 +319,12 @@ def open_shards(location: str | Path, *, name: str, tokenizer: str) -> TokenSour
 
 
 def verify_shards(directory: str | Path) -> None:
-    """Read every shard of a folder; raises ValueError at the first whose sha256 is not that of header and manifest."""
+    """Read every shard of a folder; raises ValueError as `open_source` and `TokenSource.verify` do."""
     manifest = read_manifest(directory)
-    for splits in manifest.sources.values():
-        for shard in (shard for shards in splits.values() for shard in shards):
-            path = Path(directory) / shard.file
-            _check_shard(path, shard, vocab_size=manifest.vocab_size, tokenizer=manifest.tokenizer)
-            with path.open("rb") as file:
-                file.seek(_HEADER_BYTES)
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != shard.sha256:
-                raise ValueError(
-                    f"shard {path}: its tokens have sha256 {digest}, the manifest says {shard.sha256}; make it again"
-                )
+    for source, splits in manifest.sources.items():
+        for split in splits:
+            with open_source(directory, source=source, split=split, tokenizer=manifest.tokenizer) as stream:
+                stream.verify()
 
 
 class _Header(NamedTuple):
@@ -359,6 +387,13 @@ class _OpenShard:
             path.unlink(missing_ok=True)
 
 
+def _shards(records: Any, where: str) -> tuple[Shard, ...]:
+    """The shards of one split of the manifest."""
+    listed = enumerate(expect(list, records, where))
+    found = [expect_keys(Shard.__annotations__, record, f"{where}[{k}]") for k, record in listed]
+    return tuple(Shard(*(record[key] for key in Shard._fields)) for record in found)
+
+
 def _check_ids(tokens: Sequence[int], *, name: str, number: int, vocab_size: int) -> None:
     """An id that does not fit would wrap around in 16 bits; a delimiter inside a document would cut it in two."""
     if not len(tokens):
@@ -379,7 +414,7 @@ def _read_header(path: Path) -> _Header:
             data = file.read(_HEADER_BYTES)
         size, index_size = path.stat().st_size, index.stat().st_size
     except FileNotFoundError as error:
-        raise ValueError(f"shard {path}: {error.filename} is missing; make the shard again") from None
+        raise ValueError(f"shard {error.filename} is missing; make the shard again") from None
     if len(data) < _HEADER_BYTES or struct.unpack_from("<i", data)[0] != _MAGIC:
         raise ValueError(f"shard {path}: no token shard, it does not begin with a header of magic number {_MAGIC}")
     _, version, num_tokens, vocab_size, delimiter, documents, item = struct.unpack_from("<7i", data)

@@ -24,6 +24,8 @@ from tokenizers.models import BPE
 from tokenizers.trainers import BpeTrainer
 from torch import Tensor
 
+from hymo.data.record import read_json
+
 SPECIALS = ("<|endoftext|>", "<|bos|>", "<|pad|>", "<|unk|>", "<|mask|>")
 NUM_BYTES = 256
 
@@ -79,15 +81,20 @@ class ExtendedTokenizer:
             ValueError: if the file is missing or has another layout; the message says which rule it breaks.
         """
         try:
-            layout: Any = json.loads(Path(path).read_bytes())
+            layout = read_json(path)
+        except FileNotFoundError:
+            raise ValueError(f"tokenizer {path}: no such file; train_bpe_tokenizer writes one") from None
+        except OSError as error:
+            raise ValueError(f"tokenizer {path}: it cannot be read ({error.strerror})") from None
+        except ValueError as error:
+            raise _refusal(path, str(error)) from None
+        try:
             model, added = layout["model"], [token["content"] for token in layout["added_tokens"]]
             split = layout["pre_tokenizer"]["pretokenizers"][0]["pattern"]["Regex"]
             merges = [(left, right) for left, right in (_pair(merge) for merge in model["merges"])]
             vocabulary = dict(model["vocab"])
-        except FileNotFoundError:
-            raise ValueError(f"tokenizer {path}: no such file; train_bpe_tokenizer writes one") from None
-        except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            raise _refusal(path, f"{type(error).__name__}: {error}") from None
+        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
+            raise _refusal(path, "its model, added_tokens or pre_tokenizer are laid out in another way") from None
         digits = next((n for n in (2, 3) if split == _SPLIT.format(digits=n)), None)
         if digits is None:
             raise _refusal(path, f"unknown split pattern {split!r}")
@@ -133,7 +140,8 @@ class ExtendedTokenizer:
         """The ids of `text`.
 
         Raises:
-            ValueError: if the text holds a lone surrogate; the message names its index.
+            TypeError: if it is no str.
+            ValueError: if it holds a lone surrogate; the message names its index.
         """
         _check_text(text)
         return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
@@ -150,6 +158,8 @@ class ExtendedTokenizer:
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """The ids of any bytes: valid UTF-8 runs through the merges, every other byte is its own token."""
+        if not isinstance(data, bytes):
+            raise TypeError(f"encode_bytes: expected bytes, got {type(data).__name__}; encode takes a str")
         runs = re.split("([\udc80-\udcff]+)", data.decode("utf-8", "surrogateescape"))
         return [
             i
@@ -200,6 +210,7 @@ def train_bpe_tokenizer(
         vocab_size: V, the ids below the 256 byte tokens; the tokenizer has `vocab_size + 256` ids whatever the texts.
 
     Raises:
+        TypeError: if a text is no str.
         ValueError: if V leaves no room for the specials, `texts` is one string, or a text holds a lone surrogate.
     """
     if vocab_size < len(SPECIALS):
@@ -266,7 +277,9 @@ def _checked(texts: Iterable[str]) -> Iterator[str]:
         yield text
 
 
-def _check_text(text: str, *, where: str = "") -> None:
+def _check_text(text: object, *, where: str = "") -> None:
+    if not isinstance(text, str):
+        raise TypeError(f"encode: {where}expected a str, got {type(text).__name__}; encode_bytes takes bytes")
     try:
         text.encode()
     except UnicodeEncodeError as error:

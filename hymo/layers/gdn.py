@@ -13,7 +13,7 @@ from hymo.backend import EAGER, Backend
 from hymo.config import ModelConfig
 from hymo.layers.norm import gated_rms_norm
 from hymo.layers.rope import rotate
-from hymo.params import constant, declare, gate, matrix, power_fan_in, uniform_fan_in, vector
+from hymo.params import constant, declare, gate, matrix, power, uniform_fan_in, vector
 
 
 def log_decay_rate(generator: torch.Generator, shape: tuple[int, ...], fan_in: int) -> Tensor:
@@ -41,7 +41,7 @@ class GdnParams(NamedTuple):
     decay: Float[Tensor, "d h"] | tuple[()] = gate(inputs="d")
     dt_bias: Float[Tensor, " h"] | tuple[()] = vector(step_bias)
     A_log: Float[Tensor, "h s"] | tuple[()] = vector(log_decay_rate)
-    skip: Float[Tensor, " h"] | tuple[()] = vector(power_fan_in(-0.5), inputs="k")
+    skip: Float[Tensor, " h"] | tuple[()] = vector(power(-0.5), of="k")
     norm: Float[Tensor, " v"] = vector(constant(1.0))
     out: Float[Tensor, "hv d"] = matrix(inputs="hv", residual=True)
 
@@ -101,7 +101,8 @@ def gdn(
 
     Args:
         position: index of each token in its document; 0 resets memory and convolution.
-        state: what came before the first token; None trains from the start of a sequence and returns no state.
+        state: what came before the first token, in a dtype of its own, which it keeps; None trains from the start of
+            a sequence and returns no state.
 
     Source: Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464. Departs from it: rotary positions on a part of the keys.
     """
@@ -113,7 +114,7 @@ def gdn(
         torch.cat([p.q_conv, p.k_conv, p.v_conv]),
         position=position,
         activation="silu",
-        initial_state=state.conv if state else None,
+        initial_state=state.conv.to(qkv.dtype) if state else None,
         output_final_state=state is not None,
     )
     q, k, v = torch.split(qkv, [key_features, key_features, value_features], dim=-1)
@@ -127,7 +128,9 @@ def gdn(
         o = o + (p.skip[:, None] * v).to(o.dtype)
     o = gated_rms_norm(o, rearrange(output_gate, "b t (h v) -> b t h v", h=cfg.gdn_n_heads), p.norm, eps=cfg.norm_eps)
     y = rearrange(o, "b t h v -> b t (h v)") @ p.out
-    return y, GdnState(conv, memory) if conv is not None and memory is not None else None
+    if state is None or conv is None or memory is None:
+        return y, None
+    return y, GdnState(conv.to(state.conv.dtype), memory)
 
 
 def _write(
@@ -174,7 +177,6 @@ def _add(
     shared = cfg.gdn_n_heads // cfg.gdn_n_key_heads
     q, k = (F.normalize(y.float(), dim=-1, eps=1e-6).to(y.dtype) for y in (q, k))
     q, k = (repeat(y, "b t g k -> b t (g i) k", i=shared) for y in (q, k))
-    q, k = (repeat(y, "b t g k -> b t (g i) k", i=v.shape[2] // y.shape[2]) for y in (q, k))
     return backend.linear_scan(
         v,
         k,

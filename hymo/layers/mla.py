@@ -80,7 +80,8 @@ def mla(
 
     Args:
         position: index of each token in its document.
-        state: the cache before the first token; None attends within `x` and returns no state.
+        state: the cache before the first token, in a dtype of its own, which it keeps; None attends within `x` and
+            returns no state.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1. Departs from it: several query heads share a key/value group.
     """
@@ -106,8 +107,9 @@ def mla(
         rearrange(q_nope, "b t (g i) n -> b t g i n", g=cfg.n_kv_groups), k_up, "b t g i n, g n r -> b t g i r"
     )
     q = torch.cat([rearrange(q_latent, "b t g i r -> b t (g i) r"), q_rope], dim=-1)
-    k = torch.cat([state.latent, state.k_rope], dim=-1)[:, :, None]
-    o = backend.attend(q, k, state.latent[:, :, None], position=position, slot=slot, scale=scale)
+    cached = state.latent.to(latent.dtype)[:, :, None]
+    k = torch.cat([cached, state.k_rope.to(k_rope.dtype)[:, :, None]], dim=-1)
+    o = backend.attend(q, k, cached, position=position, slot=slot, scale=scale)
     o = einsum(rearrange(o, "b t (g i) r -> b t g i r", g=cfg.n_kv_groups), v_up, "b t g i r, g r v -> b t g i v")
     return rearrange(o, "b t g i v -> b t (g i v)") @ p.out, state
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hymo.config import ModelConfig
 from hymo.layers.feedforward import SwigluParams, swiglu
-from hymo.params import buffer, constant, declare, expert, gate, normal, power_fan_in
+from hymo.params import buffer, constant, declare, expert, gate, normal, power
 
 
 class ExpertParams(NamedTuple):
@@ -26,7 +26,7 @@ class MoeParams(NamedTuple):
 
     router: Float[Tensor, "d e"] = gate(inputs="d", init=normal(0.006))
     bias: Float[Tensor, " e"] = buffer(constant(0.0))
-    load: Float[Tensor, " e"] = buffer(power_fan_in(-1.0), inputs="e")
+    load: Float[Tensor, " e"] = buffer(power(-1.0), of="e")
     routed: ExpertParams | tuple[()] = ()
     shared: SwigluParams | tuple[()] = ()
 

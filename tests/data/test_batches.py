@@ -206,3 +206,16 @@ def test_sources_that_do_not_fit_the_mixture_are_named(
 ) -> None:
     with pytest.raises(ValueError, match=reason):
         mix_sources(train, weights=weights, seq_len=seq_len, seed=0)
+
+
+def test_a_weight_that_draws_nothing_is_refused_with_one_that_draws(train: list[TokenSource]) -> None:
+    tiny, large = (source.name for source in train)
+    with pytest.raises(ValueError, match=f"source {tiny} has weight 0.0001, .* none; give it at least 0.001, or leave"):
+        mix_sources(train, weights={tiny: 0.0001, large: 0.9999}, seq_len=SEQ, seed=0)
+    assert mix_sources(train, weights={tiny: 0.001, large: 0.999}, seq_len=SEQ, seed=0).shares == (0.001, 0.999)
+    assert mix_sources(train, weights={tiny: 0.0, large: 1.0}, seq_len=SEQ, seed=0).shares == (0.0, 1.0)
+
+
+def test_rows_that_memory_cannot_hold_are_refused_at_once(train: list[TokenSource]) -> None:
+    with loader(train, 1, 10**15) as batches, pytest.raises(ValueError, match=r"rows of .* do not fit in memory"):
+        next(batches)

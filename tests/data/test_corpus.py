@@ -1,6 +1,9 @@
+import json
 import math
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +14,7 @@ from hymo.data import (
     open_source,
     order0_entropy,
     prepare_corpus,
+    read_floors,
     verify_shards,
     xz_bits_per_byte,
 )
@@ -85,6 +89,31 @@ def test_a_prepared_folder_holds_every_document_on_one_side(
         assert prepared.validation[name].order0_bits_per_byte == pytest.approx(order0_entropy("".join(val).encode()))
     assert not prepared.reused
     verify_shards(prepared.directory)
+
+
+@pytest.mark.parametrize("wrong", [None, [], "abc", True, 10**400])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_floors_that_are_no_numbers_are_refused_in_one_line(
+    prepared: PreparedCorpus, wrong: Any, depth: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "data"
+    shutil.copytree(prepared.directory, folder)
+    assert read_floors(folder) == prepared.validation
+    manifest = json.loads((folder / "manifest.json").read_text())
+    section = manifest["notes"]
+    *above, last = ("validation", "all", "order0_bits_per_byte")[:depth]
+    for step in above:
+        section = section[step]
+    section[last] = wrong
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(
+        ValueError, match=r"manifest.json: notes.validation.*: expected a (mapping|float), got"
+    ) as error:
+        read_floors(folder)
+    assert "\n" not in str(error.value)
+    manifest["notes"] = {}
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    assert read_floors(folder) == {}
 
 
 def test_a_finished_folder_is_reused_and_another_is_refused(

@@ -1,6 +1,8 @@
+import json
 import random
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,14 +168,46 @@ def _cut(path: Path, count: int) -> None:
         (lambda folder: (folder / "s_00002.bin").replace(folder / "s_00001.bin"), "s_00001"),
         (lambda folder: (folder / "manifest.json").unlink(), "manifest.json: no such file"),
         (lambda folder: (folder / "manifest.json").write_text('{"format": 9}'), "format 9, this version reads 1"),
-        (lambda folder: (folder / "manifest.json").write_text("{}"), "not a manifest"),
+        (lambda folder: (folder / "manifest.json").write_text("{}"), "format is missing"),
+        (lambda folder: (folder / "manifest.json").write_text("[" * 100_000), "nested too deeply"),
+        (lambda folder: (folder / "manifest.json").write_bytes(b"\xff"), "no JSON"),
     ],
 )
 def test_a_damaged_folder_is_refused(spoil, reason: str, tmp_path: Path) -> None:
     written(tmp_path, documents(30)).close()
     spoil(tmp_path)
-    with pytest.raises(ValueError, match=reason):
+    with pytest.raises(ValueError, match=reason) as refused:
         open_source(tmp_path, source="s", split="train", tokenizer=FINGERPRINT)
+    assert str(refused.value).count(str(tmp_path)) == 1
+    assert "\n" not in str(refused.value)
+
+
+def places(tree: Any) -> list[tuple[Any, ...]]:
+    """The paths to everything in a JSON value but its root."""
+    steps = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
+    return [path for step, below in steps for path in ((step,), *((step, *rest) for rest in places(below)))]
+
+
+@pytest.mark.parametrize("wrong", [None, True, [7], {"x": 7}, "1280", 1.5])
+def test_a_manifest_with_a_value_of_another_type_is_refused_in_one_line(wrong: Any, tmp_path: Path) -> None:
+    written(tmp_path, documents(3)).close()
+    path = tmp_path / "manifest.json"
+    content = path.read_text()
+    for *above, last in places(json.loads(content)):
+        manifest = json.loads(content)
+        section = manifest
+        for step in above:
+            section = section[step]
+        if type(section[last]) is type(wrong):
+            continue
+        section[last] = wrong
+        path.write_text(json.dumps(manifest))
+        with pytest.raises(
+            ValueError, match=r"^data .*manifest.json: not a manifest of token shards \(.*expected"
+        ) as error:
+            read_manifest(tmp_path)
+        assert "\n" not in str(error.value)
+        assert "Error" not in str(error.value)
 
 
 def test_verify_finds_a_changed_token(tmp_path: Path) -> None:
@@ -182,8 +216,11 @@ def test_verify_finds_a_changed_token(tmp_path: Path) -> None:
     data = bytearray((tmp_path / "s_00001.bin").read_bytes())
     data[1024 + 4] ^= 1
     (tmp_path / "s_00001.bin").write_bytes(data)
-    with pytest.raises(ValueError, match=r"s_00001.bin: its tokens have sha256"):
+    damaged = r"s_00001.bin: its tokens have sha256 [0-9a-f]{12}, [0-9a-f]{12} expected"
+    with pytest.raises(ValueError, match=damaged):
         verify_shards(tmp_path)
+    with open_shards(tmp_path, name="s", tokenizer=FINGERPRINT) as source, pytest.raises(ValueError, match=damaged):
+        source.verify()
 
 
 def test_a_stored_id_outside_the_vocabulary_is_named_when_read(tmp_path: Path) -> None:

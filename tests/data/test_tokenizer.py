@@ -1,5 +1,7 @@
+import inspect
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import example, given, settings
@@ -152,6 +154,20 @@ def test_an_id_outside_the_vocabulary_is_named(bad: int, tokenizer: ExtendedToke
             decode([120, 121, bad])
 
 
+@pytest.mark.parametrize("text", [5, None, b"the gate", ["the gate"]])
+def test_what_is_no_text_is_refused_by_its_type(text: Any, tokenizer: ExtendedTokenizer, tmp_path: Path) -> None:
+    # Without the checks of the annotations, which only tests have.
+    encode, encode_bytes = inspect.unwrap(ExtendedTokenizer.encode), inspect.unwrap(ExtendedTokenizer.encode_bytes)
+    named = f"expected a str, got {type(text).__name__}"
+    with pytest.raises(TypeError, match=f"^encode: {named}"):
+        encode(tokenizer, text)
+    with pytest.raises(TypeError, match=f"^encode: text 1: {named}"):
+        train_bpe_tokenizer(iter(["fine", text]), vocab_size=64, output_path=tmp_path / "t.json")
+    with pytest.raises(TypeError, match=r"^encode_bytes: expected bytes, got str"):
+        encode_bytes(tokenizer, "the gate")
+    assert not (tmp_path / "t.json").exists()
+
+
 def test_one_string_is_no_list_of_texts(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="texts is one str"):
         train_bpe_tokenizer("the gate", vocab_size=64, output_path=tmp_path / "t.json")
@@ -178,9 +194,13 @@ def _swap_ids(layout: dict) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda layout: "not json", "JSONDecodeError"),
-        (lambda layout: "[]", "TypeError"),
-        (_edit(lambda layout: layout.pop("model")), "KeyError"),
+        (lambda layout: "not json", "no JSON"),
+        (lambda layout: "[" * 100_000, "nested too deeply"),
+        (lambda layout: "[]", "laid out in another way"),
+        (_edit(lambda layout: layout.pop("model")), "laid out in another way"),
+        (_edit(lambda layout: layout["model"].update(merges=[5])), "laid out in another way"),
+        (_edit(lambda layout: layout["model"].update(merges=["a b c"])), "laid out in another way"),
+        (_edit(lambda layout: layout["model"].update(vocab=None)), "laid out in another way"),
         (_edit(_swap_ids), "token 'a' has id"),
         (_edit(lambda layout: layout["added_tokens"].pop()), "added tokens"),
         (_edit(lambda layout: layout["model"].update(byte_fallback=True)), "byte_fallback is True, expected False"),
@@ -200,8 +220,11 @@ def test_a_foreign_file_is_refused_in_one_line(
         ExtendedTokenizer.load(tmp_path / "t.json")
     assert "t.json: not a file of train_bpe_tokenizer" in str(caught.value)
     assert "\n" not in str(caught.value)
+    assert "Error" not in str(caught.value)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nowhere\.json: no such file"):
         ExtendedTokenizer.load(tmp_path / "nowhere.json")
+    with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\)"):
+        ExtendedTokenizer.load(tmp_path)

@@ -568,7 +568,10 @@ def test_argument_order_is_that_of_fla():
         ({"head_first": True}, r"head_first=True .* pass \[b, t, h, d\]"),
         ({"gk": torch.zeros(1)}, r"unknown or unsupported arguments \['gk'\]"),
         ({"headfirst": 1}, r"unknown or unsupported arguments \['headfirst'\]"),
-        ({"backend": "triton"}, "backend='triton' has no kernel for cpu tensors; use backend='eager'"),
+        (
+            {"backend": "triton"},
+            "backend='triton' is not available, it needs tensors on an NVIDIA GPU, these are on cpu",
+        ),
         ({"state_indices": torch.arange(2)}, r"state_indices .* pass initial_state\[state_indices\]"),
         ({"cp_context": object()}, "cp_context .* pass None"),
         ({"chunk_size": 48}, "chunk_size must be 16, 32, 64 or None; got 48"),
