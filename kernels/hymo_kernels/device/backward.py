@@ -2,8 +2,11 @@
 
     dV' = P^T do + w k dS,   dR = A^T dV',   dS <- gamma_C dS + scale q^T (gamma do) - k^T (beta gamma dR)
 
-The rest follows `kernels.md`'s formulas, verified in fp64. Products are formed in the orientation in which they are
-used: Triton 3.4 to 3.7.0 miscompiles the transpose of a dot's result as an operand of a dot on Hopper.
+    dP = tril(do V'^T),   dL = -tril(dR V'^T, -1),   dv = beta dR,   M = dP * Gamma,   W = beta dL * Gamma
+    dq = scale (gamma do S^T + M k),   dk = scale M^T q + w V' dS^T - beta gamma dR S^T + (W + W^T) k
+
+dg and dbeta are sums over the same products. Products are formed in the orientation in which they are used: Triton 3.4
+to 3.7.0 miscompiles the transpose of a dot's result as an operand of a dot on Hopper.
 """
 
 import triton

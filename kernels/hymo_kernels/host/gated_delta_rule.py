@@ -72,8 +72,8 @@ def gated_delta_rule(
         cu_seqlens_cpu, chunk_indices: accepted for call sites of fla; not needed.
         chunk_size: 16, 32 or 64, a hint for the chunked form.
         precision: of fp32 products on an accelerator; the CPU is always "ieee".
-        backend: "triton" (16-bit tensors on an NVIDIA GPU, widths up to 128), "eager" (plain PyTorch, anything), or
-            None: Triton where it can, except for the forms "recurrent" and "definition".
+        backend: "triton" (16-bit tensors on an NVIDIA GPU, widths up to 128, any form), or "eager", plain PyTorch for
+            anything; None is eager until the kernels are proven under vmap and compilation on a GPU too.
         form: "chunk" for training, "recurrent" for a few tokens, "definition" for proofs (slow, any order of
             derivative); "auto" is recurrent up to 8 tokens.
 
@@ -93,7 +93,7 @@ def gated_delta_rule(
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     if use_gate_in_kernel and A_log is None:
         raise ValueError("gated_delta_rule: use_gate_in_kernel needs A_log, one number a value head; got None")
-    if _takes_triton(q, v, backend=backend, form=form):
+    if _takes_triton(q, v, backend=backend):
         options = Options(
             scale=scale,
             norm=use_qk_l2norm_in_kernel,
@@ -157,14 +157,14 @@ def _form(form: Form, time: int, chunk_size: int | None) -> Callable[..., tuple[
     return partial(chunked_delta, chunk=chunk_size)
 
 
-def _takes_triton(q: Tensor, v: Tensor, *, backend: str | None, form: Form) -> bool:
-    """Whether the Triton kernels compute this call: if asked to, or if they can and nobody said otherwise."""
-    if backend == "eager" or (backend is None and form in ("recurrent", "definition")):
+def _takes_triton(q: Tensor, v: Tensor, *, backend: str | None) -> bool:
+    """Whether the Triton kernels compute this call: if asked to, and an error if they cannot."""
+    if backend != "triton":
         return False
     reason = unavailable(q, v)
-    if backend == "triton" and reason:
+    if reason:
         raise ValueError(f"gated_delta_rule: backend='triton' is not available, {reason}; use backend='eager' or None")
-    return reason is None
+    return True
 
 
 def _l2_normalized(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
