@@ -3,6 +3,7 @@
 Choosing kernels, a compute dtype or sharding is passing another record; the model never asks which one it got.
 """
 
+import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -79,8 +80,8 @@ def keep(params: Any, spec: Any) -> Any:
 
 EAGER = Backend(
     scan=partial(gated_delta_rule, backend="eager"),
-    linear_scan=gated_linear_scan,
-    conv=causal_conv1d,
+    linear_scan=partial(gated_linear_scan, backend="eager"),
+    conv=partial(causal_conv1d, backend="eager"),
     attend=attend,
     gather=keep,
     logit_budget=2**20,
@@ -90,20 +91,43 @@ EAGER = Backend(
 GPU_LOGIT_BUDGET = 2**28
 """One GiB of fp32 logits at once: pieces large enough to fill a GPU."""
 
+TRITON = EAGER._replace(
+    scan=partial(gated_delta_rule, backend="triton"),
+    linear_scan=partial(gated_linear_scan, backend="triton"),
+    conv=partial(causal_conv1d, backend="triton"),
+    logit_budget=GPU_LOGIT_BUDGET,
+)
+"""Triton's kernels, for 16-bit activations on an NVIDIA GPU; what they do not serve is an error."""
+
 
 def choose_backend(training: TrainingConfig, device: torch.device | str) -> Backend:
     """The operations that `training.backend` asks for on a device, computing in `training.precision`.
 
+    `auto` is `triton` where that is available and `eager` elsewhere.
+
     Raises:
         ValueError: if they are not available there.
     """
-    kind = torch.device(device).type
-    if training.backend == "triton":
-        unproven = "its kernels are not proven inside a compiled step yet"
-        reason = unproven if kind == "cuda" else f"it needs an NVIDIA GPU, this is a {kind}"
-        raise ValueError(f"training.backend: triton is not available, {reason}; auto and eager work")
-    backend = EAGER._replace(logit_budget=GPU_LOGIT_BUDGET) if kind == "cuda" else EAGER
+    missing = _triton_is_missing(training, torch.device(device))
+    if training.backend == "triton" and missing:
+        raise ValueError(f"training.backend: triton is not available, {missing}; auto and eager work")
+    if training.backend == "eager" or missing:
+        on_gpu = torch.device(device).type == "cuda"
+        backend = EAGER._replace(logit_budget=GPU_LOGIT_BUDGET) if on_gpu else EAGER
+    else:
+        backend = TRITON
     return with_compute_dtype(backend, getattr(torch, training.precision))
+
+
+def _triton_is_missing(training: TrainingConfig, device: torch.device) -> str | None:
+    """Why Triton's kernels cannot compute a run; None if they can."""
+    if device.type != "cuda":
+        return f"it needs an NVIDIA GPU, this is a {device.type}"
+    if importlib.util.find_spec("triton") is None:
+        return "the package triton is not installed"
+    if training.precision == "float32":
+        return "its scan computes in 16 bits, training.precision is float32"
+    return None
 
 
 def with_compute_dtype(backend: Backend, dtype: torch.dtype) -> Backend:

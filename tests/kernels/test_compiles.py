@@ -1,58 +1,131 @@
-"""Every kernel and table entry compiles for Hopper on a machine without a GPU, and fits its shared memory."""
+"""Every kernel and table entry compiles for Ampere and Hopper without a GPU, and fits their shared memory."""
 
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
+from torch import Tensor
 
-from hymo_kernels.host import triton_gated_delta_rule as kernels
+from hymo_kernels.host import triton_causal_conv1d as convolution
+from hymo_kernels.host import triton_gated_delta_rule as scan
+from hymo_kernels.host import triton_gated_linear_scan as linear
+from hymo_kernels.host import triton_recurrent_delta_rule as recurrent
+from hymo_kernels.host.gated_delta_call import Options
+from tests.kernels.compiled import SHARED_MEMORY, Launch, assert_compiles, launches_of
 
-SHARED_MEMORY = 232_448  # bytes of one block on an H100 or H200
-POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int8: "*i8"}
+pytestmark = pytest.mark.heavy
+cards = pytest.mark.parametrize("capability", list(SHARED_MEMORY))
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("width", list(kernels.PLANS))
-def test_every_kernel_compiles_for_hopper(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    triton = pytest.importorskip("triton", reason="Triton is an extra")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-    from triton.runtime.jit import JITFunction
+@pytest.fixture(autouse=True)
+def _needs_triton() -> None:
+    pytest.importorskip("triton", reason="Triton is an extra")
 
-    launches: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
-    monkeypatch.setattr(
-        JITFunction, "__getitem__", lambda kernel, grid: lambda *args, **kwargs: launches.append((kernel, args, kwargs))
-    )
-    monkeypatch.setattr(kernels, "multiprocessors", lambda device: 132)
+
+@cards
+@pytest.mark.parametrize("width", list(scan.PLANS))
+def test_every_entry_of_the_scan_compiles(width: int, capability: int) -> None:
     q = torch.zeros(1, 4096, 2, width, dtype=torch.bfloat16)
     g = torch.zeros(1, 4096, 2)
-    static = (width**-0.5, True, False, False, 1.0, False)
-    o, _, *made = kernels.forward(q, q, q, g, g, None, None, None, None, *static)
-    kernels.backward(q, q, q, g, g, None, None, None, None, *made, o, None, False, *static)
-    assert [kernel.__name__ for kernel, _, _ in launches] == [
-        "prepare_kernel",
-        "forward_kernel",
-        "chain_kernel",
-        "forward_kernel",
-        "chunk_kernel",
-    ]
-    for kernel, args, kwargs in launches:
-        values = dict(zip(kernel.arg_names, args, strict=False)) | kwargs
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
-        hints: dict[tuple[int, ...], Any] = {}
-        for place, (name, param) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
-            value = values[name]
-            if param.is_constexpr or (isinstance(value, int) and value == 1):
-                signature[name], constants[name] = "constexpr", value
-            elif isinstance(value, torch.Tensor):
-                signature[name], hints[(place,)] = POINTERS[value.dtype], [["tt.divisibility", 16]]
-            else:
-                signature[name] = "fp32" if isinstance(value, float) else "i32"
-                if isinstance(value, int) and value % 16 == 0:
-                    hints[(place,)] = [["tt.divisibility", 16]]
-        options = {name: kwargs[name] for name in ("num_warps", "num_stages")}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert compiled.metadata.shared <= SHARED_MEMORY, kernel.__name__
-        assert compiled.asm["cubin"]
+    static = Options(width**-0.5, True, False, False, 1.0, False)
+
+    def call() -> None:
+        o, _, *made = scan.forward(q, q, q, g, g, None, None, None, None, *static)
+        scan.backward(q, q, q, None, None, *made, o, None, False, *static)
+
+    launches = launches_of(call, scan)
+    names = ["prepare_kernel", "forward_kernel", "forward_kernel", "chain_kernel", "chunk_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == names
+    assert_compiles(launches, capability)
+
+
+@cards
+@pytest.mark.parametrize("width", [16, 32, 64, 96, 128, 256])
+def test_every_tile_of_the_recurrent_scan_compiles(width: int, capability: int) -> None:
+    """Wide and narrow tiles, each dtype, with and without what is optional."""
+    launches: list[Launch] = []
+    for processors, dtype, packed in (
+        *product((1, 20, 132), (torch.bfloat16,), (False, True)),
+        *product((1,), (torch.float16, torch.float32), (False,)),
+    ):
+        q, v = torch.zeros(2 - packed, 40, 2, width, dtype=dtype), torch.zeros(2 - packed, 40, 4, 192, dtype=dtype)
+        g, state = torch.zeros(2 - packed, 40, 4), torch.zeros(2, 4, width, 192)
+        bounds = torch.zeros(3, dtype=torch.int32) if packed else None
+        weights: tuple[Tensor | None, ...] = (None, None) if packed else (g[0, 0], g[0, 0])
+        static = Options(width**-0.5, not packed, not packed, not packed, 2.0, True)
+
+        def call(q=q, v=v, g=g, state=state, bounds=bounds, weights=weights, static=static) -> None:  # type: ignore[no-untyped-def]
+            sequence = (q, q, v, g, g, *weights)
+            recurrent.forward(*sequence, None, bounds, *static)
+            recurrent.update(*sequence, state, torch.zeros(2, dtype=torch.int64), bounds, *static)
+            recurrent.backward(*sequence, state, bounds, v, state, *static)
+
+        launches += launches_of(call, recurrent, multiprocessors=processors)
+    assert {launch.arguments["BLOCK_V"] for launch in launches if "BLOCK_V" in launch.arguments} == {8, 16, 32}
+    assert_compiles(launches, capability)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("length", [4096, 4000], ids=["full", "cut"])
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_kernels_for_hopper_compile_and_spill_little(
+    width: int, length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scan.hopper, "_is_hopper", lambda device: True)
+    q = torch.zeros(1, length, 2, width, dtype=dtype)
+    g, state = torch.zeros(1, length, 2), torch.zeros(1, 2, width, width)
+    static = (width**-0.5, True, False, False, 1.0, True)
+
+    def call() -> None:
+        o, end, *made = scan.forward(q, q, q, g, g, None, None, state, None, *static)
+        scan.backward(q, q, q, state, None, *made, o, end, False, *static)
+
+    launches = launches_of(call, scan.hopper)
+    names = ["fused_prepare_kernel", "fused_forward_kernel", "fused_forward_kernel", "fused_backward_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == names
+    assert_compiles(launches, 90)
+
+
+@cards
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(4, torch.bfloat16), (4, torch.float16), (4, torch.float32), (2, torch.bfloat16), (8, torch.bfloat16)],
+)
+def test_every_form_of_the_convolution_compiles(width: int, dtype: torch.dtype, capability: int) -> None:
+    launches: list[Launch] = []
+    for documents, packed in ((True, False), (False, True), (False, False)):
+        x = torch.zeros(2 - packed, 100, 336, dtype=dtype)
+        weight, bias = torch.zeros(336, width), torch.zeros(336)
+        position = torch.zeros(2, 100, dtype=torch.int64) if documents else None
+        bounds = torch.zeros(3, dtype=torch.int32) if packed else None
+        state = torch.zeros(2, width - 1, 336, dtype=dtype)
+
+        def call(x=x, weight=weight, bias=bias, position=position, bounds=bounds, state=state) -> None:  # type: ignore[no-untyped-def]
+            convolution.forward(x, weight, position, None, None, bounds, True, False)
+            convolution.forward(x, weight, position, bias, state, bounds, True, True)
+            convolution.backward(x, weight, position, None, None, bounds, x, None, False)
+            convolution.backward(x, weight, position, bias, state, bounds, x, state, True)
+
+        launches += launches_of(call, convolution)
+    assert_compiles(launches, capability)
+
+
+@cards
+@pytest.mark.parametrize(("widths", "packed"), [((128, 128), False), ((24, 40), True)], ids=str)
+@pytest.mark.parametrize("dtype", list(linear.PLANS), ids=str)
+def test_every_entry_of_the_linear_scan_compiles(
+    dtype: torch.dtype, widths: tuple[int, int], packed: bool, capability: int
+) -> None:
+    b, v = (torch.zeros(1, 4096, 2, width, dtype=dtype) for width in widths)
+    g, A_log, state = torch.zeros(1, 4096, 2), torch.zeros(2, widths[0]), torch.zeros(1, 2, *widths)
+    start, bounds = (state, torch.zeros(2, dtype=torch.int32)) if packed else (None, None)
+
+    def call() -> None:
+        o, end, pairs = linear.forward(v, b, b, g, A_log, start, bounds, packed)
+        linear.backward(v, b, b, g, A_log, start, bounds, pairs, o, end if packed else None, True, True)
+
+    launches = launches_of(call)
+    names = ["carry_kernel", "pairs_kernel", "read_kernel"]
+    again = ["carry_kernel", "read_kernel", "carry_kernel", "pairs_backward_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == names + again
+    assert_compiles(launches, capability)

@@ -572,7 +572,7 @@ def test_argument_order_is_that_of_fla():
             {"backend": "triton"},
             "backend='triton' is not available, it needs tensors on an NVIDIA GPU, these are on cpu",
         ),
-        ({"state_indices": torch.arange(2)}, r"state_indices .* pass initial_state\[state_indices\]"),
+        ({"state_indices": torch.arange(2)}, r"state_indices must be \[2\], .* got \[2\] and initial_state None"),
         ({"cp_context": object()}, "cp_context .* pass None"),
         ({"chunk_size": 48}, "chunk_size must be 16, 32, 64 or None; got 48"),
         ({"allow_neg_eigval": True}, r"pass 2 \* beta"),

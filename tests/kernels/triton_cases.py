@@ -75,9 +75,12 @@ def by_kernels(case: Case, x: dict[str, Tensor | None]) -> list[Tensor]:
     static = (case.k**-0.5, case.norm, case.in_kernel, case.in_kernel, 2.0 if case.in_kernel else 1.0, True)
     tensors = [x[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "start", "bounds")]
     o, end, *made = kernels.forward(*tensors, *static)  # type: ignore[arg-type]
-    grads = kernels.backward(*tensors, *made, x["do"], x["d_end"], False, *static)  # type: ignore[arg-type]
+    q, k, v, g, beta, A_log, dt_bias, start, bounds = tensors
+    grads = kernels.backward(q, k, v, start, bounds, *made, x["do"], x["d_end"], False, *static)  # type: ignore[arg-type]
     found = kernels.Gradients(*grads)
-    return [o, end, found.q, found.k, found.v, found.gates, found.beta, *([found.start] if case.state else [])]
+    dg, d_beta, _, _ = kernels.through_gates(found, g, beta, A_log, dt_bias, kernels.Options(*static))  # type: ignore[arg-type]
+    assert dg is not None
+    return [o, end, found.q, found.k, found.v, dg, d_beta, *([found.start] if case.state else [])]
 
 
 def by_definition(case: Case, x: dict[str, Tensor | None]) -> list[Tensor]:

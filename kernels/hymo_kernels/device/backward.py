@@ -16,7 +16,7 @@ from hymo_kernels.device.forward import chunks_to_forget, gates, store_tile, til
 from hymo_kernels.device.places import place_of_slot, sequence
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "slots", "sequences", "segment_chunks", "segments"])
 def chain_kernel(
     q,
     k,
@@ -226,13 +226,12 @@ def _retreat(
     return dS, dR
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "slots", "sequences"])
 def chunk_kernel(
     q,
     k,
     v,
     do,
-    g,
     inverse,
     attention,
     total,
@@ -242,14 +241,11 @@ def chunk_kernel(
     k_unit,
     states,
     d_states,
-    A_log,
-    dt_bias,
     dq,  # [B, T, H, K]
     dk,  # [B, T, H, K]
     dv,  # [B, T, HV, V]: dR before, dv after
     dg,  # [B, T, HV] fp32
     d_beta,  # [B, T, HV] fp32
-    d_rate,  # [B, HV, slots] fp32, each chunk's part of dA_log
     cu_seqlens,
     scale,
     stride_qb,
@@ -264,9 +260,6 @@ def chunk_kernel(
     stride_ob,
     stride_ot,
     stride_oh,
-    stride_gb,
-    stride_gt,
-    stride_gh,
     stride_dqb,
     stride_dqt,
     stride_dqh,
@@ -285,11 +278,6 @@ def chunk_kernel(
     C: tl.constexpr,
     PACKED: tl.constexpr,
     NORM: tl.constexpr,
-    GATE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    HAS_G: tl.constexpr,
-    BETA_MAX: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
@@ -392,20 +380,7 @@ def chunk_kernel(
             before = tl.load(segment + row + t - 1, mask=inside & (i > 0), other=0).to(tl.int32)
             d_gate = tl.where(seg == before, d_gate, 0.0)
             out = (batch * T + first + t) * HV + hv
-            if GATE:
-                raw = tl.load(g + batch * stride_gb + (first + t) * stride_gt + hv * stride_gh, mask=inside, other=0.0)
-                raw = raw.to(tl.float32)
-                if HAS_BIAS:
-                    raw += tl.load(dt_bias + hv).to(tl.float32)
-                rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
-                raw = tl.where(seg == before, raw, 0.0)
-                softplus = tl.where(raw > 20.0, raw, tl.log(1.0 + tl.exp(tl.minimum(raw, 20.0))))
-                tl.store(d_rate + place, tl.sum(tl.where(inside, -d_gate * rate * softplus, 0.0), 0))
-                d_gate = -d_gate * rate * tl.sigmoid(raw)
-            if HAS_G:
-                tl.store(dg + out, d_gate, mask=inside)
-            if SIGMOID:
-                d_strength *= beta * (1.0 - beta / BETA_MAX)
+            tl.store(dg + out, d_gate, mask=inside)
             tl.store(d_beta + out, d_strength, mask=inside)
 
         # d x = u (d - x_unit <x_unit, d>) is d - x <x, d> u^2 here, where d already carries u = 1 / |x|.

@@ -13,7 +13,7 @@ import triton.language as tl
 from hymo_kernels.device.places import sequence
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "slots", "sequences", "segment_chunks", "segments"])
 def forward_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]

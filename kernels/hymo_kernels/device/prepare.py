@@ -6,7 +6,7 @@ import triton.language as tl
 from hymo_kernels.device.places import place_of_slot
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["stride_gb", "stride_bb", "T", "slots", "sequences"])
 def prepare_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
@@ -19,7 +19,7 @@ def prepare_kernel(
     inverse,  # [B, HV, T, C]: A, the inverse under the gates
     attention,  # [B, HV, T, C]: P, scaled products of queries and keys under the gates
     total,  # [B, HV, T] fp32: sum of g from the chunk's start, resets counted as 0
-    segment,  # [B, HV, T] int8: resets in the chunk so far
+    segment,  # [B, HV, T] int32: resets in the chunk so far
     strength,  # [B, HV, T] fp32: beta as it is used
     q_unit,  # [B, H, T] fp32: 1 / |q|
     k_unit,  # [B, H, T] fp32: 1 / |k|
@@ -103,7 +103,7 @@ def prepare_kernel(
             A = _inverse(tl.where(i[:, None] > i[None, :], write[:, None] * kk, 0.0), C, PRECISION)
             tl.store(inverse + out * C + at, (A * Gamma).to(inverse.dtype.element_ty), mask=inside[:, None])
             tl.store(total + out + i, G, mask=inside)
-            tl.store(segment + out + i, seg.to(tl.int8), mask=inside)
+            tl.store(segment + out + i, seg, mask=inside)
             tl.store(strength + out + i, write, mask=inside)
             # The largest factor of I - beta k k^T is |1 - beta |k|^2| where that exceeds 1.
             growth = tl.log(tl.maximum(1.0, tl.abs(1.0 - write * k_length)))

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hymo_kernels.host.triton_causal_conv1d import triton_causal_conv1d, unavailable
 from hymo_kernels.primitive import differentiable
 
 
@@ -19,6 +20,7 @@ def causal_conv1d(
     initial_state: Float[Tensor, "n w-1 c"] | None = None,
     output_final_state: bool = False,
     cu_seqlens: Int[Tensor, " bounds"] | None = None,
+    backend: Literal["eager", "triton"] | None = None,
 ) -> tuple[Float[Tensor, "b t c"], Float[Tensor, "n w-1 c"] | None]:
     """`y_t = activation(bias + sum_j weight[:, w-1-j] x_{t-j})` for each channel by itself, and the state after it.
 
@@ -32,15 +34,29 @@ def causal_conv1d(
         output_final_state: return the last `w - 1` inputs (of state and x together), in x's dtype; else None.
         cu_seqlens: bounds of sequences packed in one batch row; one state a sequence. Rows from `cu_seqlens[-1]` on
             are 0. No host synchronisation.
+        backend: "triton" (a kernel for 2 to 8 taps of 16-bit or fp32 numbers on an NVIDIA GPU, which keeps nothing but
+            its inputs for the backward), or "eager", plain PyTorch for anything; None is "triton" wherever it is
+            available.
 
     Returns:
         The filtered sequence in x's dtype (16-bit inputs are summed in fp32), and the state or None.
 
     Raises:
-        ValueError: for an unknown activation, or `cu_seqlens` with more than one row or with `position`.
+        ValueError: for an unknown activation, `cu_seqlens` with more than one row or with `position`, or a backend that
+            is not available.
     """
     if activation not in (None, "silu"):
         raise ValueError(f"causal_conv1d: activation must be None or 'silu'; got {activation!r}")
+    if cu_seqlens is not None and (x.shape[0] != 1 or position is not None):
+        raise ValueError(
+            "causal_conv1d: cu_seqlens packs its sequences in one batch row and replaces position; "
+            f"got x {list(x.shape)}, position {'given' if position is not None else None}"
+        )
+    if _takes_triton(x, weight, backend=backend):
+        y, end = triton_causal_conv1d(
+            x, weight, position, bias, initial_state, cu_seqlens, activation == "silu", output_final_state
+        )
+        return y, end if output_final_state else None
     width, time = weight.shape[1], x.shape[1]
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     if cu_seqlens is None:
@@ -52,11 +68,6 @@ def causal_conv1d(
         rows = torch.cat([past, wide], dim=1)
         source, state = _sources(rows, width, time, position), rows[:, time:]
     else:
-        if x.shape[0] != 1 or position is not None:
-            raise ValueError(
-                "causal_conv1d: cu_seqlens packs its sequences in one batch row and replaces position; "
-                f"got x {list(x.shape)}, position {'given' if position is not None else None}"
-            )
         count = cu_seqlens.shape[0] - 1
         past = wide.new_zeros((count, width - 1, x.shape[2])) if initial_state is None else initial_state.to(wide.dtype)
         # Rows of no sequence may hold anything: they must not reach the gradient of the weight.
@@ -72,6 +83,16 @@ def causal_conv1d(
     if cu_seqlens is not None:
         y = torch.where(used, y, 0)
     return y.to(x.dtype), state.to(x.dtype) if output_final_state else None
+
+
+def _takes_triton(x: Tensor, weight: Tensor, *, backend: str | None) -> bool:
+    """Whether the Triton kernels compute this call; an error if they are asked for and cannot."""
+    if backend not in (None, "eager", "triton"):
+        raise ValueError(f"causal_conv1d: backend must be 'eager', 'triton' or None; got {backend!r}")
+    reason = unavailable(x, weight)
+    if reason and backend == "triton":
+        raise ValueError(f"causal_conv1d: backend='triton' is not available, {reason}; use backend='eager' or None")
+    return not reason and backend != "eager"
 
 
 def _sources(

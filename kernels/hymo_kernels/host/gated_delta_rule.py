@@ -8,15 +8,19 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hymo_kernels.host.gated_delta_call import Options
 from hymo_kernels.host.gated_delta_rule_chunked import chunked_delta
 from hymo_kernels.host.gated_delta_rule_definition import definition, recurrent
-from hymo_kernels.host.packed import pack, packing, unpack
-from hymo_kernels.host.triton_gated_delta_rule import Options, triton_gated_delta_rule, unavailable
+from hymo_kernels.host.packed import Packing, pack, packing, unpack
+from hymo_kernels.host.triton_gated_delta_rule import triton_gated_delta_rule, unavailable
+from hymo_kernels.host.triton_recurrent_delta_rule import triton_recurrent_delta_rule
+from hymo_kernels.host.triton_recurrent_delta_rule import unavailable as recurrent_unavailable
 
 # Up to this many tokens a loop over tokens beats the chunked form.
 SHORT = 8
 
 Form = Literal["auto", "chunk", "recurrent", "definition"]
+Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
 def gated_delta_rule(
@@ -41,7 +45,7 @@ def gated_delta_rule(
     A_log: Float[Tensor, " hv"] | None = None,
     dt_bias: Float[Tensor, " hv"] | None = None,
     chunk_size: int | None = None,
-    state_indices: Int[Tensor, " n"] | None = None,
+    state_indices: Int[Tensor, " sequences"] | None = None,
     precision: Literal["auto", "ieee", "tf32"] = "auto",
     max_seqlen: int | None = None,
     backend: Literal["eager", "triton"] | None = None,
@@ -71,9 +75,13 @@ def gated_delta_rule(
             length is read on the host unless `max_seqlen` is given.
         cu_seqlens_cpu, chunk_indices: accepted for call sites of fla; not needed.
         chunk_size: 16, 32 or 64, a hint for the chunked form.
+        state_indices: which row of `initial_state`, then a pool of fp32 states, each sequence continues. That row
+            becomes its final state, in place, and the pool is returned as the final state. No two sequences may share
+            one. A negative index is padding: read-outs of 0, and no row changes. There is no gradient.
         precision: of fp32 products on an accelerator; the CPU is always "ieee".
-        backend: "triton" (16-bit tensors on an NVIDIA GPU, widths up to 128, any form), or "eager", plain PyTorch for
-            anything; None is eager until the kernels are proven under vmap and compilation on a GPU too.
+        backend: "triton", kernels for an NVIDIA GPU: chunks of 16-bit numbers of widths up to 128, or token by token
+            16-bit and fp32 numbers of widths up to 256; or "eager", plain PyTorch for anything. None is "triton"
+            where that is available, else "eager".
         form: "chunk" for training, "recurrent" for a few tokens, "definition" for proofs (slow, any order of
             derivative); "auto" is recurrent up to 8 tokens.
 
@@ -83,8 +91,21 @@ def gated_delta_rule(
     Source: Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464; argument names of flash-linear-attention.
     """
     state_v_first = _check_legacy(legacy, state_v_first)
-    _check_available(v, backend=backend, cp_context=cp_context, state_indices=state_indices, chunk_size=chunk_size)
-    check_shapes(q, k, v, g=g, beta=beta, initial_state=initial_state, cu_seqlens=cu_seqlens, v_first=state_v_first)
+    _check_available(backend=backend, cp_context=cp_context, chunk_size=chunk_size)
+    pooled = state_indices is not None
+    check_shapes(
+        q,
+        k,
+        v,
+        g=g,
+        beta=beta,
+        initial_state=initial_state,
+        cu_seqlens=cu_seqlens,
+        v_first=state_v_first,
+        state_indices=state_indices,
+    )
+    if pooled:
+        _check_no_gradient(q, k, v, g, beta, A_log, dt_bias, initial_state)
     if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
         raise ValueError(
             "gated_delta_rule: allow_neg_eigval doubles the sigmoid of use_beta_sigmoid_in_kernel, which is False; "
@@ -93,47 +114,50 @@ def gated_delta_rule(
     scale = k.shape[-1] ** -0.5 if scale is None else scale
     if use_gate_in_kernel and A_log is None:
         raise ValueError("gated_delta_rule: use_gate_in_kernel needs A_log, one number a value head; got None")
-    if _takes_triton(q, v, backend=backend):
-        options = Options(
-            scale=scale,
-            norm=use_qk_l2norm_in_kernel,
-            gate=use_gate_in_kernel,
-            sigmoid=use_beta_sigmoid_in_kernel,
-            beta_max=2.0 if allow_neg_eigval else 1.0,
-            keep_end=output_final_state,
-        )
-        start = initial_state.mT if initial_state is not None and state_v_first else initial_state
-        if not use_gate_in_kernel:
-            A_log, dt_bias = None, None
-        o, end = triton_gated_delta_rule(
-            q, k, v, g, beta, A_log=A_log, dt_bias=dt_bias, initial_state=start, cu_seqlens=cu_seqlens, options=options
-        )
-        return o, (end.mT if state_v_first else end) if output_final_state else None
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    out_dtype = v.dtype
-    q, k, v, beta = q.to(exact), k.to(exact), v.to(exact), beta.to(exact)
-    g = torch.zeros_like(beta) if g is None else g.to(exact)
-    if use_qk_l2norm_in_kernel:
-        q, k = _l2_normalized(q), _l2_normalized(k)
-    if use_beta_sigmoid_in_kernel:
-        beta = beta.sigmoid() * (2 if allow_neg_eigval else 1)
-    if use_gate_in_kernel:
-        assert A_log is not None
-        g = -A_log.to(exact).exp() * torch.nn.functional.softplus(g if dt_bias is None else g + dt_bias.to(exact))
-    q = q * scale
-
-    at = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], max_seqlen=max_seqlen)
-    if at is not None:
-        q, k, v, g, beta = (unpack(x, at) for x in (q, k, v, g, beta))
-    if initial_state is None:
-        state = q.new_zeros((q.shape[0], v.shape[2], k.shape[3], v.shape[3]))
+    if not use_gate_in_kernel:
+        A_log, dt_bias = None, None
+    elif g is None:
+        g = torch.zeros_like(beta)
+    options = Options(
+        scale=scale,
+        norm=use_qk_l2norm_in_kernel,
+        gate=use_gate_in_kernel,
+        sigmoid=use_beta_sigmoid_in_kernel,
+        beta_max=2.0 if allow_neg_eigval else 1.0,
+        keep_end=output_final_state or pooled,
+    )
+    weights = {"A_log": A_log, "dt_bias": dt_bias}
+    start = initial_state.mT if initial_state is not None and state_v_first else initial_state
+    is_recurrent = form == "recurrent" or (form == "auto" and q.shape[1] <= SHORT)
+    # The chunked kernels have no pool.
+    by_token = is_recurrent or pooled
+    if _takes_triton(q, v, backend=backend, by_token=by_token):
+        if by_token:
+            o, end = triton_recurrent_delta_rule(
+                q,
+                k,
+                v,
+                g,
+                beta,
+                **weights,
+                initial_state=start,
+                state_indices=state_indices,
+                cu_seqlens=cu_seqlens,
+                options=options,
+            )
+        else:
+            o, end = triton_gated_delta_rule(
+                q, k, v, g, beta, **weights, initial_state=start, cu_seqlens=cu_seqlens, options=options
+            )
     else:
-        state = (initial_state.mT if state_v_first else initial_state).to(exact)
-    o = v
-    if v.numel() > 0:
-        o, state = _form(form, q.shape[1], chunk_size)(q, k, v, g=g, beta=beta, initial=state)
-    o = (o if at is None else pack(o, at)).to(out_dtype)
-    return o, (state.mT if state_v_first else state) if output_final_state else None
+        rule = _form(form, is_recurrent=is_recurrent, chunk_size=chunk_size)
+        at = None if cu_seqlens is None else packing(cu_seqlens, q.shape[1], max_seqlen=max_seqlen)
+        if state_indices is not None and start is not None:
+            o = _in_pool(rule, q, k, v, g, beta, **weights, pool=start, index=state_indices, at=at, options=options)
+            end = start
+        else:
+            o, end = _by_torch(rule, q, k, v, g, beta, **weights, start=start, at=at, options=options)
+    return o, (end.mT if state_v_first else end) if output_final_state else None
 
 
 def _named(name: str, form: Form, summary: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -149,22 +173,80 @@ naive_gated_delta_rule = _named("naive_gated_delta_rule", "definition", "The def
 naive_recurrent_gated_delta_rule = naive_gated_delta_rule
 
 
-def _form(form: Form, time: int, chunk_size: int | None) -> Callable[..., tuple[Tensor, Tensor]]:
+def _form(form: Form, *, is_recurrent: bool, chunk_size: int | None) -> Rule:
     if form == "definition":
         return definition
-    if form == "recurrent" or (form == "auto" and time <= SHORT):
-        return recurrent
-    return partial(chunked_delta, chunk=chunk_size)
+    return recurrent if is_recurrent else partial(chunked_delta, chunk=chunk_size)
 
 
-def _takes_triton(q: Tensor, v: Tensor, *, backend: str | None) -> bool:
-    """Whether the Triton kernels compute this call: if asked to, and an error if they cannot."""
-    if backend != "triton":
+def _takes_triton(q: Tensor, v: Tensor, *, backend: str | None, by_token: bool) -> bool:
+    """Whether Triton kernels compute this call; an error if they are asked for and cannot."""
+    if backend == "eager":
         return False
-    reason = unavailable(q, v)
-    if reason:
+    reason = recurrent_unavailable(q, v) if by_token else unavailable(q, v)
+    if reason and backend == "triton":
         raise ValueError(f"gated_delta_rule: backend='triton' is not available, {reason}; use backend='eager' or None")
-    return True
+    return not reason
+
+
+def _by_torch(
+    rule: Rule,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None,
+    beta: Tensor,
+    *,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    start: Tensor | None,
+    at: Packing | None,
+    options: Options,
+    silent: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Read-outs, 0 for `silent` sequences, and final states in plain PyTorch."""
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    out_dtype = v.dtype
+    q, k, v, beta = q.to(exact), k.to(exact), v.to(exact), beta.to(exact)
+    g = torch.zeros_like(beta) if g is None else g.to(exact)
+    if at is not None:
+        # First of all: rows of no sequence may be NaN, which no later operation may differentiate.
+        q, k, v, g, beta = (unpack(x, at) for x in (q, k, v, g, beta))
+    if options.norm:
+        q, k = _l2_normalized(q), _l2_normalized(k)
+    if options.sigmoid:
+        beta = beta.sigmoid() * options.beta_max
+    if A_log is not None:
+        g = _gate(g if dt_bias is None else g + dt_bias.to(exact), A_log.to(exact))
+    if at is not None:
+        # The padding neither decays nor writes.
+        g, beta = (torch.where(at.filled[..., None], x, 0) for x in (g, beta))
+    q = q * options.scale
+    state = q.new_zeros((q.shape[0], v.shape[2], k.shape[3], v.shape[3])) if start is None else start.to(exact)
+    o = v
+    if v.numel() > 0:
+        o, state = rule(q, k, v, g=g, beta=beta, initial=state)
+    if silent is not None:
+        o = torch.where(silent[:, None, None, None], 0, o)
+    return (o if at is None else pack(o, at)).to(out_dtype), state
+
+
+def _in_pool(
+    rule: Rule, *sequence: Any, pool: Tensor, index: Tensor, at: Packing | None, options: Options, **weights: Any
+) -> Tensor:
+    """Read-outs; the rows of `pool` that `index` names become the final states."""
+    live = index >= 0
+    start = torch.where(live[:, None, None, None], pool[index.clamp(min=0)], 0)
+    o, end = _by_torch(rule, *sequence, **weights, start=start, at=at, options=options, silent=~live)
+    pool[index[live]] = end[live].to(pool.dtype)
+    return o
+
+
+def _gate(step: Float[Tensor, "b t hv"], A_log: Float[Tensor, " hv"]) -> Float[Tensor, "b t hv"]:
+    """`-exp(A_log) softplus(step)`; an infinite step is a reset, and gives A_log no gradient."""
+    reset = step == torch.inf
+    decay = -A_log.exp() * torch.nn.functional.softplus(torch.where(reset, 0, step))
+    return torch.where(reset, -torch.inf, decay)
 
 
 def _l2_normalized(x: Float[Tensor, "*n d"]) -> Float[Tensor, "*n d"]:
@@ -182,6 +264,7 @@ def check_shapes(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | None,
     v_first: bool,
+    state_indices: Tensor | None = None,
 ) -> None:
     """Raises ValueError, naming the shapes, unless the scan's arguments fit together."""
     got = f"(got q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)})"
@@ -200,23 +283,36 @@ def check_shapes(
     if cu_seqlens is not None and batch != 1:
         raise ValueError(f"gated_delta_rule: cu_seqlens packs its sequences in one batch row; got {batch} rows {got}")
     count = batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if state_indices is not None:
+        if state_indices.shape != (count,) or initial_state is None:
+            raise ValueError(
+                f"gated_delta_rule: state_indices must be [{count}], one a sequence, into initial_state; got "
+                f"{list(state_indices.shape)} and initial_state {None if initial_state is None else 'given'}"
+            )
+        if initial_state.dtype not in (torch.float32, torch.float64):
+            raise ValueError(
+                "gated_delta_rule: a pool of states must be float32 (rounded at every step, a state degenerates); "
+                f"got {initial_state.dtype}"
+            )
+        count = initial_state.shape[0]
     wanted = [count, value_heads, *((value, key) if v_first else (key, value))]
     if initial_state is not None and list(initial_state.shape) != wanted:
         raise ValueError(f"gated_delta_rule: initial_state must be {wanted}; got {list(initial_state.shape)}")
 
 
-def _check_available(
-    v: Tensor, *, backend: str | None, cp_context: object | None, state_indices: Tensor | None, chunk_size: int | None
-) -> None:
+def _check_no_gradient(*tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise ValueError(
+            "gated_delta_rule: state_indices updates the pool in place and has no gradient, which was asked for; "
+            "use torch.no_grad(), or initial_state[state_indices] without state_indices"
+        )
+
+
+def _check_available(*, backend: str | None, cp_context: object | None, chunk_size: int | None) -> None:
     if backend not in (None, "eager", "triton"):
         raise ValueError(f"gated_delta_rule: backend must be 'eager', 'triton' or None; got {backend!r}")
     if cp_context is not None:
         raise ValueError("gated_delta_rule: cp_context (context parallelism) is not available; pass None")
-    if state_indices is not None:
-        raise ValueError(
-            "gated_delta_rule: state_indices (a pool of states updated in place) is not available; "
-            f"got {list(state_indices.shape)}, pass initial_state[state_indices]"
-        )
     if chunk_size not in (None, 16, 32, 64):
         raise ValueError(f"gated_delta_rule: chunk_size must be 16, 32, 64 or None; got {chunk_size}")
 

@@ -1,6 +1,6 @@
-"""The gated linear recurrence (no erase term): its definition and its chunked form."""
+"""The gated linear recurrence (no erase term): its entry, its definition and its chunked form."""
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from einops import rearrange
@@ -10,6 +10,7 @@ from torch import Tensor
 from hymo_kernels.host.gate_sums import gate_sums
 from hymo_kernels.host.packed import pack, packing, unpack
 from hymo_kernels.host.prefix_states import prefix_states
+from hymo_kernels.host.triton_gated_linear_scan import triton_gated_linear_scan, unavailable
 
 # The decay between two tokens is a number per channel, so pairs cost chunk * s each token: short chunks are best.
 CHUNK = 16
@@ -26,6 +27,7 @@ def gated_linear_scan(
     cu_seqlens: Int[Tensor, " bounds"] | None = None,
     *,
     max_seqlen: int | None = None,
+    backend: Literal["eager", "triton"] | None = None,
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "n h s v"] | None]:
     """Read-outs and final state of a diagonal recurrence, in chunks.
 
@@ -40,10 +42,26 @@ def gated_linear_scan(
         initial_state: state before the first token of each sequence; None is 0.
         output_final_state: return the state after the last token as well, else None in its place.
         cu_seqlens, max_seqlen: packed sequences, as in `gated_delta_rule`.
+        backend: "triton" (an NVIDIA GPU; even state and value widths up to 256; v, b and c all bf16, all fp16 or all
+            fp32), or "eager", plain PyTorch for anything; None is eager. The kernels take operands of products in the
+            dtype of v and add up in fp32.
 
     Raises:
-        ValueError: for shapes that do not fit.
+        ValueError: for shapes that do not fit, and for what is not available.
     """
+    if backend not in (None, "eager", "triton"):
+        raise ValueError(f"gated_linear_scan: backend must be 'eager', 'triton' or None; got {backend!r}")
+    if backend == "triton":
+        check_shapes(v, b, c, g=g, A_log=A_log, initial_state=initial_state, cu_seqlens=cu_seqlens)
+        reason = unavailable(v, b, c)
+        if reason:
+            raise ValueError(
+                f"gated_linear_scan: backend='triton' is not available, {reason}; use backend='eager' or None"
+            )
+        o, end = triton_gated_linear_scan(
+            v, b, c, g, A_log, initial_state=initial_state, cu_seqlens=cu_seqlens, keep_end=output_final_state
+        )
+        return o, end if output_final_state else None
     return _scan(chunked_linear, v, b, c, g, A_log, initial_state, output_final_state, cu_seqlens, max_seqlen)
 
 
@@ -133,18 +151,17 @@ def chunked_linear(
     return rearrange(o, "b h n c v -> b (n c) h v")[:, :time], final.reshape(initial.shape)
 
 
-def _scan(
-    form: Any,
+def check_shapes(
     v: Tensor,
     b: Tensor,
     c: Tensor,
+    *,
     g: Tensor,
     A_log: Tensor,
     initial_state: Tensor | None,
-    output_final_state: bool,
     cu_seqlens: Tensor | None,
-    max_seqlen: int | None,
-) -> tuple[Tensor, Tensor | None]:
+) -> None:
+    """Raises ValueError, naming the shapes, unless the scan's arguments fit together."""
     count = v.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     state_shape = (count, v.shape[2], b.shape[3], v.shape[3])
     if b.shape != c.shape or b.shape[:3] != v.shape[:3] or g.shape != v.shape[:3] or A_log.shape != b.shape[2:]:
@@ -158,12 +175,28 @@ def _scan(
         raise ValueError(
             f"gated_linear_scan: initial_state must be {list(state_shape)}; got {list(initial_state.shape)}"
         )
+
+
+def _scan(
+    form: Any,
+    v: Tensor,
+    b: Tensor,
+    c: Tensor,
+    g: Tensor,
+    A_log: Tensor,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: Tensor | None,
+    max_seqlen: int | None,
+) -> tuple[Tensor, Tensor | None]:
+    check_shapes(v, b, c, g=g, A_log=A_log, initial_state=initial_state, cu_seqlens=cu_seqlens)
     out_dtype = v.dtype
     exact = torch.float64 if v.dtype == torch.float64 else torch.float32
     v, b, c, g, rate = v.to(exact), b.to(exact), c.to(exact), g.to(exact), -A_log.to(exact).exp()
     at = None if cu_seqlens is None else packing(cu_seqlens, v.shape[1], max_seqlen=max_seqlen)
     if at is not None:
         v, b, c, g = unpack(v, at), unpack(b, at), unpack(c, at), unpack(g, at)
+    state_shape = (v.shape[0], v.shape[2], b.shape[3], v.shape[3])
     state = v.new_zeros(state_shape) if initial_state is None else initial_state.to(exact)
     o = v
     if v.shape[1]:

@@ -1,15 +1,26 @@
 """The gated delta rule on NVIDIA GPUs: what is launched, on how many programs, and with which tiles."""
 
-import functools
 import importlib.util
+import itertools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from hymo_kernels.host import hopper_gated_delta_rule as hopper
+from hymo_kernels.host.gated_delta_call import (
+    CHUNK,
+    FORGOTTEN,
+    Gradients,
+    Options,
+    Prepared,
+    Shape,
+    multiprocessors,
+    shape_of,
+)
 from hymo_kernels.primitive import define, differentiable
 
-CHUNK = 64
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Tiles(NamedTuple):
@@ -42,63 +53,11 @@ reads out of bounds or gives NaN. `tests/kernels/test_triton.py` runs every entr
 """
 
 
-class Shape(NamedTuple):
-    """Sizes of one call, and how its sequences are cut."""
-
-    b: int
-    t: int
-    h: int
-    hv: int
-    k: int
-    v: int
-    sequences: int  # of one batch row
-    slots: int  # chunks kept per batch row and head
-    packed: bool
-
-
-class Prepared(NamedTuple):
-    """What `prepare_kernel` makes of a call, for the forward and the backward."""
-
-    inverse: Tensor
-    attention: Tensor
-    total: Tensor
-    segment: Tensor
-    strength: Tensor
-    q_unit: Tensor
-    k_unit: Tensor
-    forget: Tensor
-
-
-class Options(NamedTuple):
-    """The static arguments of a call."""
-
-    scale: float
-    norm: bool  # q and k are divided by their lengths
-    gate: bool  # g is what A_log and dt_bias make a gate of
-    sigmoid: bool  # beta is a logit
-    beta_max: float
-    keep_end: bool
-
-
-def shape_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Shape:
-    """The shape of a call."""
-    b, t, h, k = q.shape
-    sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    slots = -(-t // CHUNK) if cu_seqlens is None else t // CHUNK + sequences + 1
-    return Shape(b, t, h, v.shape[2], k, v.shape[3], sequences, slots, cu_seqlens is not None)
-
-
-@functools.cache
-def multiprocessors(device: int | None) -> int:
-    """How many programs a GPU runs at once, at one each."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def unavailable(q: Tensor, v: Tensor) -> str | None:
     """Why there is no kernel for these tensors; None if there is one."""
     if q.device.type != "cuda":
         return f"it needs tensors on an NVIDIA GPU, these are on {q.device.type}"
-    if importlib.util.find_spec("triton") is None:
+    if not HAS_TRITON:
         return "Triton is not installed"
     if q.dtype not in (torch.bfloat16, torch.float16) or v.dtype != q.dtype:
         return f"it computes in bfloat16 or float16, q is {q.dtype} and v {v.dtype}"
@@ -108,9 +67,9 @@ def unavailable(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def plan_of(shape: Shape) -> Plan:
-    """The plan for a shape."""
-    return PLANS[max(32, _block(max(shape.k, shape.v)))]
+def width_of(shape: Shape) -> int:
+    """The entry of the table that serves a shape: its tiles are proven, whatever part of them a shape fills."""
+    return next(width for width in PLANS if width >= max(shape.k, shape.v))
 
 
 def segments_of(shape: Shape, tiles: Tiles, device: int | None) -> tuple[int, int]:
@@ -122,34 +81,23 @@ def segments_of(shape: Shape, tiles: Tiles, device: int | None) -> tuple[int, in
     return length, max(1, -(-chunks // length))
 
 
-def _block(width: int) -> int:
-    return max(16, 1 << (width - 1).bit_length())
-
-
-def _block_v(shape: Shape, tiles: Tiles) -> int:
-    return min(tiles.block_v, _block(shape.v))
-
-
 def _tiles(shape: Shape, tiles: Tiles) -> int:
-    return -(-shape.v // _block_v(shape, tiles))
+    return -(-shape.v // tiles.block_v)
 
 
 def _aligned(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-FORGOTTEN = 12.0
-"""How much decay, in nats, makes a start from nothing as good as the true one: e^-12 is 6e-6, far below bf16."""
+    # Offsets inside a chunk are 32 bits wide.
+    return x if x.stride(-1) == 1 and CHUNK * x.stride(1) < 2**31 else x.contiguous()
 
 
 def _sizes(shape: Shape) -> dict[str, Any]:
-    return {"H": shape.h, "HV": shape.hv, "K": shape.k, "BLOCK_K": _block(shape.k), "C": CHUNK, "PACKED": shape.packed}
+    return {"H": shape.h, "HV": shape.hv, "K": shape.k, "BLOCK_K": width_of(shape), "C": CHUNK, "PACKED": shape.packed}
 
 
 def _cut(shape: Shape, tiles: Tiles) -> dict[str, Any]:
     return {
         "V": shape.v,
-        "BLOCK_V": _block_v(shape, tiles),
+        "BLOCK_V": tiles.block_v,
         "PRECISION": "tf32",
         "STAGES": tiles.stages,
         "num_warps": tiles.warps,
@@ -183,32 +131,35 @@ def forward(
         if options.keep_end:
             end.copy_(start) if start is not None else end.zero_()
         return o, end, *made
-    plan = plan_of(shape)
+    plan = PLANS[width_of(shape)]
     bounds = made.segment if cu_seqlens is None else cu_seqlens
     gates = beta if g is None else g
-    prepare_kernel[(shape.b * shape.slots * shape.h,)](
-        q,
-        k,
-        gates,
-        beta,
-        beta if A_log is None else A_log,
-        beta if dt_bias is None else dt_bias,
-        bounds,
-        options.scale,
-        *made,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *gates.stride(),
-        *beta.stride(),
-        shape.t,
-        shape.slots,
-        shape.sequences,
-        **_sizes(shape),
-        **_gating(g, dt_bias, options),
-        PRECISION="tf32",
-        num_warps=plan.prepare.warps,
-        num_stages=plan.prepare.stages,
-    )
+    if hopper.prepares(q, k, shape, options):
+        hopper.prepare(q, k, g, beta, A_log, dt_bias, bounds, made, shape=shape, options=options)
+    else:
+        prepare_kernel[(shape.b * shape.slots * shape.h,)](
+            q,
+            k,
+            gates,
+            beta,
+            beta if A_log is None else A_log,
+            beta if dt_bias is None else dt_bias,
+            bounds,
+            options.scale,
+            *made,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *gates.stride(),
+            *beta.stride(),
+            shape.t,
+            shape.slots,
+            shape.sequences,
+            **_sizes(shape),
+            **_gating(g, dt_bias, options),
+            PRECISION="tf32",
+            num_warps=plan.prepare.warps,
+            num_stages=plan.prepare.stages,
+        )
     _scan(q, k, v, made, start, bounds, o=o, end=end, states=None, shape=shape, tiles=plan.forward, options=options)
     return o, end, *made
 
@@ -242,6 +193,9 @@ def _scan(
     """Carries the state through all chunks, writing what is given of o, end and states."""
     from hymo_kernels.device.forward import forward_kernel
 
+    if hopper.serves(q, shape):
+        hopper.scan(q, k, v, made, start, bounds, o=o, end=end, states=states, shape=shape, options=options)
+        return
     length, segments = segments_of(shape, tiles, q.device.index)
     keeps_end = end is not None and options.keep_end
     forward_kernel[(_tiles(shape, tiles) * shape.hv * segments * shape.b * shape.sequences,)](
@@ -281,7 +235,7 @@ def _forward_outputs(
     shape = shape_of(q, v, cu_seqlens)
     b, t, h, hv = shape[:4]
 
-    def new(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def new(*size: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=q.device)
 
     return (
@@ -290,7 +244,7 @@ def _forward_outputs(
         new(b, hv, t, CHUNK, dtype=q.dtype),
         new(b, hv, t, CHUNK, dtype=q.dtype),
         new(b, hv, t),
-        new(b, hv, t, dtype=torch.int8),
+        new(b, hv, t, dtype=torch.int32),
         new(b, hv, t),
         new(b, h, t),
         new(b, h, t),
@@ -298,26 +252,10 @@ def _forward_outputs(
     )
 
 
-class Gradients(NamedTuple):
-    """Of one call; `gates` is dg, or that of the logit of g; `rate` each chunk's part of dA_log."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    gates: Tensor
-    beta: Tensor
-    rate: Tensor
-    start: Tensor
-
-
 def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    g: Tensor | None,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
     start: Tensor | None,
     cu_seqlens: Tensor | None,
     inverse: Tensor,
@@ -340,16 +278,36 @@ def backward(
     kept = Prepared(inverse, attention, total, segment, strength, q_unit, k_unit, forget)
     q, k, v, do = _aligned(q), _aligned(k), _aligned(v), _aligned(do)
     shape = shape_of(q, v, cu_seqlens)
-    grads = Gradients(*_backward_outputs(q, k, v, g, A_log, start, cu_seqlens))
+    grads = Gradients(*_backward_outputs(q, k, v, start, cu_seqlens))
     if shape.t == 0:
         if start is not None:
             grads.start.copy_(d_end) if d_end is not None else grads.start.zero_()
         return tuple(grads)
     if shape.packed:
-        for grad in grads[:6]:
+        for grad in grads[:5]:
             grad.zero_()
-    plan = plan_of(shape)
     bounds = kept.segment if cu_seqlens is None else cu_seqlens
+    plan = PLANS[width_of(shape)]
+    states = None
+    if not only_start:
+        states = torch.empty(shape.b, shape.hv, shape.slots, shape.k, shape.v, dtype=q.dtype, device=q.device)
+        _scan(
+            q,
+            k,
+            v,
+            kept,
+            start,
+            bounds,
+            o=None,
+            end=None,
+            states=states,
+            shape=shape,
+            tiles=plan.states,
+            options=options,
+        )
+    if states is not None and hopper.serves(q, shape):
+        hopper.backward(q, k, v, do, kept, states, d_end, bounds, grads, start, shape=shape, options=options)
+        return tuple(grads)
     d_states = torch.empty(shape.b, shape.hv, shape.slots, shape.k, shape.v, dtype=q.dtype, device=q.device)
     length, segments = segments_of(shape, plan.chain, q.device.index)
     chain_kernel[(_tiles(shape, plan.chain) * shape.hv * segments * shape.b * shape.sequences,)](
@@ -379,32 +337,23 @@ def backward(
         HAS_END=d_end is not None,
         KEEP_START=start is not None,
     )
-    if only_start:
+    if states is None:
         return tuple(grads)
-    states = torch.empty_like(d_states)
-    _scan(
-        q, k, v, kept, start, bounds, o=None, end=None, states=states, shape=shape, tiles=plan.states, options=options
-    )
-    gates = beta if g is None else g
     chunk_kernel[(shape.b * shape.slots * shape.h,)](
         q,
         k,
         v,
         do,
-        gates,
         *kept[:-1],
         states,
         d_states,
-        beta if A_log is None else A_log,
-        beta if dt_bias is None else dt_bias,
-        *grads[:6],
+        *grads[:5],
         bounds,
         options.scale,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
         *do.stride()[:3],
-        *gates.stride(),
         *grads.q.stride()[:3],
         *grads.v.stride()[:3],
         shape.t,
@@ -412,33 +361,26 @@ def backward(
         shape.sequences,
         **_sizes(shape),
         **_cut(shape, plan.chunk),
-        **_gating(g, dt_bias, options),
+        NORM=options.norm,
     )
     return tuple(grads)
 
 
 def _backward_outputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None,
-    A_log: Tensor | None,
-    start: Tensor | None,
-    cu_seqlens: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
 ) -> tuple[Tensor, ...]:
     shape = shape_of(q, v, cu_seqlens)
     b, t, h, hv = shape[:4]
 
-    def new(*size: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    def new(*size: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(size, dtype=dtype, device=q.device)
 
     return (
         new(b, t, h, shape.k, dtype=q.dtype),
         new(b, t, h, shape.k, dtype=k.dtype),
         new(b, t, hv, shape.v, dtype=v.dtype),
-        new(b, t, hv) if g is not None else new(b, 0),
         new(b, t, hv),
-        new(b, hv, shape.slots) if A_log is not None else new(b, 0),
+        new(b, t, hv),
         new(*start.shape) if start is not None else new(b, 0),
     )
 
@@ -457,11 +399,9 @@ FORWARD = define(
     cuda=forward,
 )
 BACKWARD = define(
-    f"gated_delta_backward({INPUTS}, {MADE}, Tensor do, Tensor? d_end, bool only_start, {STATIC})"
-    f" -> ({', '.join(['Tensor'] * 7)})",
-    fake=lambda q, k, v, g, beta, A_log, dt_bias, start, cu_seqlens, *others: _backward_outputs(
-        q, k, v, g, A_log, start, cu_seqlens
-    ),
+    "gated_delta_backward(Tensor q, Tensor k, Tensor v, Tensor? start, Tensor? cu_seqlens, "
+    f"{MADE}, Tensor do, Tensor? d_end, bool only_start, {STATIC}) -> ({', '.join(['Tensor'] * 6)})",
+    fake=lambda q, k, v, start, cu_seqlens, *others: _backward_outputs(q, k, v, start, cu_seqlens),
     cuda=backward,
 )
 ARGUMENTS = 9 + len(Options._fields)
@@ -473,32 +413,59 @@ def _gradients(
     outputs: tuple[Tensor, ...],
     grads: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:
-    tensors, static, made = arguments[:9], arguments[9:], outputs[2:]
-    _, _, v, g, beta, A_log, dt_bias, start, _ = tensors
+    q, k, v, g, beta, A_log, dt_bias, start, cu_seqlens = arguments[:9]
+    options = Options(*arguments[9:])
     do = torch.zeros_like(v) if grads[0] is None else grads[0]
     only_start = not any(needs[:7])
-    found = Gradients(*BACKWARD(*tensors, *made, do, grads[1], only_start, *static))
+    found = Gradients(*BACKWARD(q, k, v, start, cu_seqlens, *outputs[2:], do, grads[1], only_start, *options))
+    dg, d_beta, d_rate, d_bias = through_gates(found, g, beta, A_log, dt_bias, options)
     return (
         found.q,
         found.k,
         found.v,
-        None if g is None else found.gates.to(g.dtype),
-        found.beta.to(beta.dtype),
-        None if A_log is None else found.rate.sum((0, 2)).to(A_log.dtype),
-        None if dt_bias is None else found.gates.sum((0, 1)).to(dt_bias.dtype),
+        dg,
+        d_beta,
+        d_rate,
+        d_bias,
         None if start is None else found.start.to(start.dtype),
         None,
-        *(None for _ in static),
+        *(None for _ in options),
     )
 
 
-@functools.cache
+def through_gates(
+    found: Gradients, g: Tensor | None, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, options: Options
+) -> tuple[Tensor | None, Tensor, Tensor | None, Tensor | None]:
+    """Gradients of g, beta, A_log and dt_bias as they were given."""
+    d_gate, d_strength = found.retention, found.strength
+    if options.sigmoid:
+        write = beta.float().sigmoid()
+        d_strength = d_strength * (options.beta_max * write * (1 - write))
+    d_beta = d_strength.to(beta.dtype)
+    if not options.gate or A_log is None:
+        return None if g is None else d_gate.to(g.dtype), d_beta, None, None
+    raw = torch.zeros_like(d_gate) if g is None else g.float()
+    # A reset's gradient is 0, and infinite inputs must not make it NaN.
+    raw = torch.where(raw.isinf(), 0, raw)
+    if dt_bias is not None:
+        raw = raw + dt_bias.float()
+    d_softplus = -d_gate * A_log.float().exp()
+    d_rate = (d_softplus * torch.nn.functional.softplus(raw)).sum((0, 1)).to(A_log.dtype)
+    d_raw = d_softplus * raw.sigmoid()
+    d_bias = None if dt_bias is None else d_raw.sum((0, 1)).to(dt_bias.dtype)
+    return None if g is None else d_raw.to(g.dtype), d_beta, d_rate, d_bias
+
+
 def _rule(shared: tuple[int, ...]) -> Any:
     def gated_delta_rule(*arguments: Any) -> Any:
         return FORWARD(*arguments)
 
     saved = (*range(9), *range(ARGUMENTS + 2, ARGUMENTS + 2 + len(Prepared._fields)))
     return differentiable(gated_delta_rule, _gradients, save=saved, shared=shared, residuals=len(Prepared._fields))
+
+
+# By which of A_log, dt_bias and cu_seqlens are given. Made here: a class cannot be made while a call is traced.
+_RULES = {shared: _rule(shared) for count in range(4) for shared in itertools.combinations((5, 6, 8), count)}
 
 
 def triton_gated_delta_rule(
@@ -516,5 +483,5 @@ def triton_gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Read-outs and final states; an empty tensor for these unless `options.keep_end`."""
     shared = tuple(i for i, x in ((5, A_log), (6, dt_bias), (8, cu_seqlens)) if x is not None)
-    o, end = _rule(shared)(q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options)
+    o, end = _RULES[shared](q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options)
     return o, end

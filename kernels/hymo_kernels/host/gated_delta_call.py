@@ -1,0 +1,76 @@
+"""One call of the gated delta rule: its sizes, its options, and what passes between its kernels."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens a chunk."""
+
+FORGOTTEN = 12.0
+"""How much decay, in nats, makes a start from nothing as good as the true one: e^-12 is 6e-6, far below bf16."""
+
+
+class Shape(NamedTuple):
+    """Sizes of one call, and how its sequences are cut."""
+
+    b: int
+    t: int
+    h: int
+    hv: int
+    k: int
+    v: int
+    sequences: int  # of one batch row
+    slots: int  # chunks kept per batch row and head
+    packed: bool
+
+
+class Prepared(NamedTuple):
+    """What `prepare_kernel` makes of a call, for the forward and the backward."""
+
+    inverse: Tensor
+    attention: Tensor
+    total: Tensor
+    segment: Tensor
+    strength: Tensor
+    q_unit: Tensor
+    k_unit: Tensor
+    forget: Tensor
+
+
+class Options(NamedTuple):
+    """The static arguments of a call."""
+
+    scale: float
+    norm: bool  # q and k are divided by their lengths
+    gate: bool  # g is what A_log and dt_bias make a gate of
+    sigmoid: bool  # beta is a logit
+    beta_max: float
+    keep_end: bool
+
+
+def shape_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Shape:
+    """The shape of a call."""
+    b, t, h, k = q.shape
+    sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    slots = -(-t // CHUNK) if cu_seqlens is None else t // CHUNK + sequences + 1
+    return Shape(b, t, h, v.shape[2], k, v.shape[3], sequences, slots, cu_seqlens is not None)
+
+
+@functools.cache
+def multiprocessors(device: int | None) -> int:
+    """How many programs a GPU runs at once, at one each."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Gradients(NamedTuple):
+    """Of one call, of the log retention and the write strength as they are used, whatever made them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    retention: Tensor
+    strength: Tensor
+    start: Tensor

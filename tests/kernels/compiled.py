@@ -1,0 +1,100 @@
+"""Compiling what a call would launch, for GPUs that are not there."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+# Bytes of one block: A100, H100 and H200.
+SHARED_MEMORY = {80: 166_912, 90: 232_448}
+POINTERS = {
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.float32: "*fp32",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+class Launch(NamedTuple):
+    """A kernel with its arguments by name, warps and stages among them."""
+
+    kernel: Any
+    arguments: dict[str, Any]
+
+
+def launches_of(call: Callable[[], object], *modules: Any, multiprocessors: int = 132) -> list[Launch]:
+    """What `call` would launch, given tensors of the CPU, on a card of so many multiprocessors.
+
+    Args:
+        modules: the host modules that ask for `multiprocessors`.
+    """
+    from triton.runtime.jit import JITFunction
+
+    launches: list[Launch] = []
+
+    def recorded(kernel: Any, grid: tuple[int, ...]) -> Callable[..., None]:
+        assert len(grid) == 1, f"{kernel.__name__}: other axes end at 65,535 programs"
+
+        def launch(*args: Any, **kwargs: Any) -> None:
+            launches.append(Launch(kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs))
+
+        return launch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(JITFunction, "__getitem__", recorded)
+        for module in modules:
+            patch.setattr(module, "multiprocessors", lambda device: multiprocessors)
+        call()
+    return launches
+
+
+def assert_compiles(launches: list[Launch], capability: int) -> None:
+    """Each different kernel becomes machine code that fits the shared memory of the card."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    seen = set()
+    for kernel, arguments in launches:
+        signature: dict[str, str] = {}
+        constants: dict[str, Any] = {}
+        hints: dict[tuple[int, ...], Any] = {}
+        for place, name, kind, value in _specialized(kernel, arguments):
+            signature[name] = kind
+            if kind == "constexpr":
+                constants[name] = value
+            elif kind.startswith("tensordesc"):
+                continue
+            elif kind[0] == "*" or (kind[0] == "i" and value % 16 == 0 and not kernel.params[place].do_not_specialize):
+                hints[(place,)] = [["tt.divisibility", 16]]
+        options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
+        key = (kernel.__name__, *(str(each) for each in (signature, constants, hints, options)))
+        if key in seen:
+            continue
+        seen.add(key)
+        source_of = GluonASTSource if kernel.is_gluon() else ASTSource
+        source = source_of(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability], (kernel.__name__, compiled.metadata.shared)
+        assert compiled.asm["cubin"]
+
+
+def _specialized(kernel: Any, arguments: dict[str, Any]) -> Iterator[tuple[int, str, str, Any]]:
+    """Place, name, type and value of each argument, as a launch would specialise the kernel."""
+    for place, (name, param) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        value = arguments[name]
+        if param.is_constexpr or (isinstance(value, int) and value == 1 and not param.do_not_specialize):
+            kind = "constexpr"
+        elif isinstance(value, torch.Tensor):
+            kind = POINTERS[value.dtype]
+        elif hasattr(value, "block_shape"):
+            kind = f"tensordesc<{POINTERS[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
+        elif isinstance(value, float):
+            kind = "fp32"
+        else:
+            kind = "i32" if -(2**31) <= value < 2**31 else "i64"
+        yield place, name, kind, value
