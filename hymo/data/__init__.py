@@ -17,7 +17,9 @@ from hymo.data.corpus import (
     read_floors,
     xz_bits_per_byte,
 )
+from hymo.data.held_out import build_val_set
 from hymo.data.mixture import Draw, Mixture, window_count
+from hymo.data.pipeline import prepare
 from hymo.data.shards import (
     Document,
     Manifest,
@@ -44,12 +46,14 @@ __all__ = [
     "Shard",
     "SourcedBatch",
     "TokenSource",
+    "build_val_set",
     "embedded_documents",
     "label_bytes",
     "mix_sources",
     "open_shards",
     "open_source",
     "order0_entropy",
+    "prepare",
     "prepare_corpus",
     "prepare_embedded",
     "read_floors",

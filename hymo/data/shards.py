@@ -23,9 +23,9 @@ import sys
 import weakref
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from glob import glob
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -135,6 +135,54 @@ def write_shards(
         raise
 
 
+def write_shard(
+    path: Path,
+    documents: Iterable[Document],
+    *,
+    vocab_size: int,
+    tokenizer: str,
+    first_document: int = 0,
+    ends_stream: bool = True,
+) -> Shard:
+    """Write one shard of a stream whose others are written apart; a failure leaves no file behind.
+
+    Args:
+        first_document: its number in the stream.
+        ends_stream: whether it is the last, which has the delimiter that ends the stream.
+
+    Raises:
+        ValueError: like `write_shards`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    writing = _OpenShard(path, vocab_size=vocab_size, tokenizer=tokenizer, first_document=first_document)
+    try:
+        for number, document in enumerate(documents, first_document):
+            _check_ids(document.tokens, name=path.stem, number=number, vocab_size=vocab_size)
+            writing.append(document)
+        if not writing.num_tokens:
+            raise ValueError(f"write_shard: {path.name} has no documents; at least one is needed")
+        if ends_stream:
+            writing.extend((DELIMITER,))
+        return writing.finish()
+    except BaseException:
+        writing.discard()
+        raise
+
+
+def find_shard(path: Path, *, text_bytes: int, vocab_size: int, tokenizer: str) -> Shard | None:
+    """The finished shard at `path`, None if there is none; the bytes of its text are taken as given.
+
+    Raises:
+        ValueError: if it is foreign, cut short, or was made with another tokenizer.
+    """
+    if not path.exists():
+        return None
+    header = _read_header(path)
+    shard = Shard(path.name, header.tokens, header.documents, text_bytes, header.sha256)
+    _check_shard(path, shard, vocab_size=vocab_size, tokenizer=tokenizer)
+    return shard
+
+
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Write `manifest.json`, whole or not at all; call it when every shard is finished."""
     record = {
@@ -215,6 +263,18 @@ class TokenSource:
                 f"source {self.name}: tokens {start} to {start + count} asked, it has 0 to {self.num_tokens}"
             )
         return self._ids(self._bytes(start, count), start)
+
+    def documents(self) -> Iterator[tuple[int, int]]:
+        """Where each document's first token stands and how many it has, delimiters left out."""
+        for path, begin in zip(self._paths, self._starts, strict=False):
+            ends = array("Q")
+            ends.frombytes(path.with_suffix(".idx").read_bytes())
+            for start, end in pairwise((0, *_native(ends))):
+                yield begin + start + 1, end - start - 1
+
+    def digest(self, start: int, count: int) -> bytes:
+        """sha256 of tokens as they are stored."""
+        return hashlib.sha256(self._bytes(start, count)).digest()
 
     def verify(self) -> None:
         """Reads every token once.
@@ -465,7 +525,12 @@ def _close_files(files: list[int]) -> None:
 
 
 def _little_endian(values: "array[int]") -> bytes:
+    return _native(values).tobytes()
+
+
+def _native(values: "array[int]") -> "array[int]":
+    """Little-endian integers as this machine has them, and the other way round."""
     if sys.byteorder == "big":
         values = values[:]
         values.byteswap()
-    return values.tobytes()
+    return values

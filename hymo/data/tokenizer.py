@@ -36,6 +36,8 @@ _SPLIT = (
 )
 # A small vocabulary has better uses for its merges than a thousand three-digit numbers.
 _SMALL_VOCABULARY = 8_192
+_LONGEST_RUN = 1_000
+_LONG_RUN = re.compile(rf"\S{{{_LONGEST_RUN},}}|\s{{{_LONGEST_RUN},}}")
 
 
 def _byte_characters() -> tuple[str, ...]:
@@ -227,7 +229,7 @@ def train_bpe_tokenizer(
         special_tokens=[],
         show_progress=False,
     )
-    draft.train_from_iterator(_checked(texts), trainer)
+    draft.train_from_iterator(_trainable(texts), trainer)
     merges = [_pair(merge) for merge in json.loads(draft.to_str())["model"]["merges"]]
     tokenizer = ExtendedTokenizer(merges, base_size=vocab_size, digits=digits)
     tokenizer.save(output_path)
@@ -271,10 +273,19 @@ def _pair(merge: Any) -> tuple[str, str]:
     return str(left), str(right)
 
 
-def _checked(texts: Iterable[str]) -> Iterator[str]:
+def _trainable(texts: Iterable[str]) -> Iterator[str]:
+    """The texts, those with very long runs of one kind in pieces.
+
+    The trainer's time grows with the square of a word's length: a megabyte of letters would take it days.
+    """
     for number, text in enumerate(texts):
         _check_text(text, where=f"text {number}: ")
-        yield text
+        start = 0
+        for run in _LONG_RUN.finditer(text):
+            yield text[start : run.start()]
+            yield from (text[at : at + _LONGEST_RUN] for at in range(run.start(), run.end(), _LONGEST_RUN))
+            start = run.end()
+        yield text[start:]
 
 
 def _check_text(text: object, *, where: str = "") -> None:

@@ -228,3 +228,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ExtendedTokenizer.load(tmp_path / "nowhere.json")
     with pytest.raises(ValueError, match=r"cannot be read \(Is a directory\)"):
         ExtendedTokenizer.load(tmp_path)
+
+
+def test_a_megabyte_of_one_letter_is_trained_on_in_no_time(tmp_path: Path) -> None:
+    # In one piece it would take days: the trainer's time grows with the square of a word's length.
+    texts = ["m" * 1_000_000, " " * 1_000_000, "words between " * 9]
+    tokenizer = train_bpe_tokenizer(texts, vocab_size=400, output_path=tmp_path / "tokenizer.json")
+    assert len(tokenizer.encode("m" * 512)) <= 2
+    assert tokenizer.decode(tokenizer.encode(texts[2])) == texts[2]
