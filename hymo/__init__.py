@@ -17,6 +17,7 @@ from hymo.config import (
 )
 from hymo.config_yaml import load_config, load_config_from_dict, to_yaml
 from hymo.evaluate import Evaluation, compute_validation_loss, get_val_batch
+from hymo.export import export_model, open_export
 from hymo.generate import generate, stream
 from hymo.handle import HyMo, build_hymo, open_run
 from hymo.jit import jit
@@ -51,6 +52,7 @@ __all__ = [
     "compute_validation_loss",
     "data",
     "derive_config",
+    "export_model",
     "forward",
     "generate",
     "get_val_batch",
@@ -67,6 +69,7 @@ __all__ = [
     "loss",
     "make_batch",
     "model_spec",
+    "open_export",
     "open_run",
     "optim",
     "save_checkpoint",

@@ -6,6 +6,9 @@
 A checkpoint is written beside its place, made durable, and renamed; `latest` moves then, and older ones go last. So a
 folder called `step_...` is complete. One that was cut short afterwards is told by the sizes in its meta.json and never
 counts; one whose bytes were changed is told by their sha256 there, when it is loaded.
+
+Of several ranks each writes its part, into one folder that all must see. Leaves are stored whole under their paths, so
+any number of ranks, and one process without any, load what any other number has saved.
 """
 
 import hashlib
@@ -28,10 +31,12 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.tensor import DTensor
 
 from hymo import tree
 from hymo.config import HyMoConfig
 from hymo.data.record import expect, expect_format, expect_keys, read_json
+from hymo.distributed import ALONE, Ranks
 from hymo.params import is_spec
 from hymo.section import build
 from hymo.step import TrainState
@@ -46,6 +51,8 @@ _NAME = re.compile(r"step_(\d{8,})")
 _META_KEYS = {
     "step": int,
     "samples": int,
+    "rows": int,
+    "run": str,
     "tokenizer": str,
     "data": str,
     "config": dict,
@@ -66,74 +73,114 @@ class Provenance(NamedTuple):
         config: of the run, resolved.
         tokenizer: fingerprint of the tokenizer.
         data: fingerprint of the loader: which tokens sample n is, for every n.
+        run: name of the run that no other has; not compared.
     """
 
     config: HyMoConfig
     tokenizer: str
     data: str
+    run: str = ""
+
+
+class Damaged(ValueError):
+    """A checkpoint is not what was written: the one before it may be."""
 
 
 class CheckpointMeta(NamedTuple):
-    """What meta.json says: where training stood, and what it was made with."""
+    """What meta.json says: where training stood, how many rows its steps had, and what it was made with."""
 
     step: int
     samples: int
+    rows: int
     provenance: Provenance
     versions: Mapping[str, str]
 
 
-def save_checkpoint(folder: str | Path, state: TrainState, *, meta: Provenance, keep_last: int = 2) -> Path:
-    """Publishes `state` in `folder` and returns its place; of older complete ones `keep_last - 1` are kept.
+def save_checkpoint(
+    folder: str | Path,
+    state: TrainState,
+    *,
+    meta: Provenance,
+    keep_last: int = 2,
+    keep_every: int | None = None,
+    ranks: Ranks = ALONE,
+) -> Path:
+    """Publishes `state` in `folder` and returns its place; of complete ones `keep_last` are kept, this one included.
+
+    Args:
+        state: of several ranks, with what they share as DTensors (`hymo.sharding.whole_views`).
+        keep_every: those at multiples of so many steps are kept as well.
+        ranks: which all call this; what fails on one of them fails on all.
 
     Raises:
         ValueError: if a parameter or a moment is not finite, named; nothing is written then.
         OSError: if it cannot be written; what there was stays, and no half of the new one.
     """
     leaves, step = tree.paths(state), int(state.step)
-    for name, leaf in leaves.items():
-        if leaf.is_floating_point() and not bool(leaf.isfinite().all()):
-            raise ValueError(f"checkpoint of step {step}: {name} is not finite; the last good checkpoint is kept")
+    ranks.together(lambda: _require_finite(leaves, step), group=ranks.saving)
     root = Path(folder)
-    root.mkdir(parents=True, exist_ok=True)
-    target = root / f"step_{step:08d}"
-    with _published_whole(target) as partial:
+    target = root / folder_name(step)
+    partial = _aside(target)
+
+    def begin() -> None:
+        root.mkdir(parents=True, exist_ok=True)
+        _delete(partial)
         partial.mkdir()
-        with _single_process(partial):
-            save(leaves, storage_writer=FileSystemWriter(partial, sync_files=True), no_dist=True)
-        written = sorted(partial.iterdir())
+
+    def write() -> dict[str, tuple[int, str]]:
+        with _plain_errors(partial):
+            writer = FileSystemWriter(partial, sync_files=True)
+            save(leaves, storage_writer=writer, process_group=ranks.saving, no_dist=ranks.world == 1)
+        own = [path for path in partial.iterdir() if _writer_of(path) == ranks.rank]
+        return {path.name: (path.stat().st_size, _sha256(path)) for path in own}
+
+    def publish(written: Mapping[str, tuple[int, str]]) -> None:
         record = {
             "format": FORMAT,
             "step": step,
             "samples": int(state.samples),
+            "rows": meta.config.training.rows_per_step(ranks.world),
+            "run": meta.run,
             "tokenizer": meta.tokenizer,
             "data": meta.data,
             "config": asdict(meta.config),
             "versions": versions(),
-            "files": {path.name: path.stat().st_size for path in written},
-            "sha256": {path.name: _sha256(path) for path in written},
+            "files": {name: size for name, (size, _) in sorted(written.items())},
+            "sha256": {name: digest for name, (_, digest) in sorted(written.items())},
         }
         _write_durably(partial / META, json.dumps(record, indent=1) + "\n")
         _sync_folder(partial)
-    with _published_whole(root / LATEST) as pointer:
-        _write_durably(pointer, target.name + "\n")
-    others = [path for path in _published(root) if path != target and _is_complete(path)]
-    for path in others[keep_last - 1 :]:
-        _remove(path)
-    for path in root.glob(".*.partial"):
-        _delete(path)
+        _move(partial, target)
+        with _published_whole(root / LATEST) as pointer:
+            _write_durably(pointer, target.name + "\n")
+        _remove_older(root, target, keep_last=keep_last, keep_every=keep_every)
+
+    try:
+        ranks.led(begin, group=ranks.saving)
+        parts = ranks.everywhere(ranks.together(write, group=ranks.saving), group=ranks.saving)
+        ranks.led(lambda: publish({name: each for part in parts for name, each in part.items()}), group=ranks.saving)
+    except Exception:
+        if ranks.is_lead:
+            _delete(partial)
+        raise
     return target
 
 
-def find_latest(folder: str | Path) -> Path | None:
-    """The complete checkpoint that `latest` names, else the newest complete one, else None."""
+def folder_name(step: int) -> str:
+    """What the checkpoint after a step is called."""
+    return f"step_{step:08d}"
+
+
+def candidates(folder: str | Path) -> list[Path]:
+    """The checkpoints to go on from, complete or not, the best first: what `latest` names, then the newest."""
     root = Path(folder)
-    candidates = (*_named_latest(root), *_published(root))
-    return next((path for path in candidates if _is_complete(path)), None)
+    named = _named_latest(root)
+    return named + [path for path in _newest_first(root) if path not in named]
 
 
-def incomplete(folder: str | Path) -> list[Path]:
-    """The checkpoints that `find_latest` passes over, since a part of them is missing or unreadable; newest first."""
-    return [path for path in _published(Path(folder)) if not _is_complete(path)]
+def find_latest(folder: str | Path) -> Path | None:
+    """The first of the candidates that is complete, or None."""
+    return next((path for path in candidates(folder) if _is_complete(path)), None)
 
 
 def read_meta(path: str | Path) -> CheckpointMeta:
@@ -148,18 +195,21 @@ def read_meta(path: str | Path) -> CheckpointMeta:
     except ValueError as error:
         problems = "; ".join(str(error).splitlines())
         raise ValueError(f"checkpoint {path}: its {META} has a config that does not fit: {problems}") from None
-    provenance = Provenance(config, record["tokenizer"], record["data"])
-    return CheckpointMeta(record["step"], record["samples"], provenance, record["versions"])
+    provenance = Provenance(config, record["tokenizer"], record["data"], record["run"])
+    return CheckpointMeta(record["step"], record["samples"], record["rows"], provenance, record["versions"])
 
 
-def load_checkpoint(path: str | Path, state: T) -> T:
+def load_checkpoint(path: str | Path, state: T, *, ranks: Ranks = ALONE) -> T:
     """The state stored at `path`, in new tensors with the structure, dtypes and devices of `state`.
+
+    Args:
+        ranks: which all call this, with `state` as in `save_checkpoint`; how many had saved it does not matter.
 
     Raises:
         ValueError: if the checkpoint is not complete or was changed, or naming the first leaf that is missing, unknown,
             or of another shape or dtype than in `state`.
     """
-    return _load(Path(path), tree.map(torch.empty_like, state), prefix="")
+    return _load(Path(path), tree.map(torch.zeros_like, state), prefix="", ranks=ranks)
 
 
 def load_params(path: str | Path, spec: T, *, device: torch.device | str = "cpu") -> T:
@@ -169,7 +219,7 @@ def load_params(path: str | Path, spec: T, *, device: torch.device | str = "cpu"
         ValueError: like `load_checkpoint`.
     """
     empty: T = tree.map(lambda leaf: torch.empty(leaf.shape, device=device), spec, is_leaf=is_spec)
-    return _load(Path(path), empty, prefix="params.")
+    return _load(Path(path), empty, prefix="params.", ranks=ALONE)
 
 
 def check_continues(path: str | Path, run: Provenance) -> CheckpointMeta:
@@ -200,22 +250,27 @@ def versions() -> dict[str, str]:
     return {"hymo": hymo, "torch": torch.__version__}
 
 
-def _load(path: Path, target: T, *, prefix: str) -> T:
-    _check_content(path)
+def _load(path: Path, target: T, *, prefix: str, ranks: Ranks) -> T:
     leaves: dict[str, Tensor] = {prefix + name: leaf for name, leaf in tree.paths(target).items()}
-    reader = FileSystemReader(path)
-    stored = {
-        name: entry for name, entry in reader.read_metadata().state_dict_metadata.items() if name.startswith(prefix)
-    }
-    for name, leaf in leaves.items():
-        if name not in stored:
-            raise ValueError(f"checkpoint {path}: {name} is missing; the configuration asks for {list(leaf.shape)}")
-    for name, entry in stored.items():
-        if name not in leaves:
-            raise ValueError(f"checkpoint {path}: {name} is unknown to the configuration")
-        _check_leaf(path, name, entry, leaves[name])
-    with _single_process(path):
-        load(leaves, storage_reader=reader, no_dist=True)
+
+    def check() -> FileSystemReader:
+        _check_content(path, ranks)
+        reader = FileSystemReader(path)
+        stored = {
+            name: entry for name, entry in reader.read_metadata().state_dict_metadata.items() if name.startswith(prefix)
+        }
+        for name, leaf in leaves.items():
+            if name not in stored:
+                raise ValueError(f"checkpoint {path}: {name} is missing; the configuration asks for {list(leaf.shape)}")
+        for name, entry in stored.items():
+            if name not in leaves:
+                raise ValueError(f"checkpoint {path}: {name} is unknown to the configuration")
+            _check_leaf(path, name, entry, leaves[name])
+        return reader
+
+    reader = ranks.together(check)
+    with _plain_errors(path):
+        load(leaves, storage_reader=reader, process_group=ranks.saving, no_dist=ranks.world == 1)
     return target
 
 
@@ -242,25 +297,25 @@ def _read_record(path: Path) -> dict[str, Any]:
         record = expect_keys(_META_KEYS, content, META)
         expect(int, record["files"].get(METADATA), f"{META}.files.{METADATA}")
     except FileNotFoundError:
-        raise ValueError(f"checkpoint {path}: no {META} there; a complete checkpoint has one") from None
+        raise Damaged(f"checkpoint {path}: no {META} there; a complete checkpoint has one") from None
     except OSError as error:
-        raise ValueError(f"checkpoint {path}: its {META} cannot be read ({error.strerror})") from None
+        raise Damaged(f"checkpoint {path}: its {META} cannot be read ({error.strerror})") from None
     except ValueError as error:
-        raise ValueError(f"checkpoint {path}: its {META} cannot be read ({error}); {_REMEDY}") from None
+        raise Damaged(f"checkpoint {path}: its {META} cannot be read ({error}); {_REMEDY}") from None
     for name, size in record["files"].items():
         found = (path / name).stat().st_size if (path / name).is_file() else None
         if found != size:
-            raise ValueError(f"checkpoint {path}: {name} has {found} bytes, {size} expected; {_REMEDY}")
+            raise Damaged(f"checkpoint {path}: {name} has {found} bytes, {size} expected; {_REMEDY}")
     return record
 
 
-def _check_content(path: Path) -> None:
-    """Raises ValueError at the first file whose bytes are not those that were written."""
+def _check_content(path: Path, ranks: Ranks) -> None:
+    """Raises Damaged at the first of this rank's share of files whose bytes are not those that were written."""
     record = _read_record(path)
-    for name in record["files"]:
+    for name in sorted(record["files"])[ranks.rank :: ranks.world]:
         found, written = _sha256(path / name), str(record["sha256"].get(name))
         if found != written:
-            raise ValueError(
+            raise Damaged(
                 f"checkpoint {path}: {name} is damaged, its sha256 is {found[:12]}, {written[:12]} expected; {_REMEDY}"
             )
 
@@ -279,18 +334,22 @@ def _is_complete(path: Path) -> bool:
 
 
 def _named_latest(root: Path) -> list[Path]:
-    """What `latest` names; nothing if it cannot be read, for then the folders decide."""
+    """What `latest` names; nothing if it cannot be read or is not there, for then the folders decide."""
     try:
         name = (root / LATEST).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
         return []
-    return [root / name] if _NAME.fullmatch(name) else []
+    return [root / name] if _NAME.fullmatch(name) and (root / name).is_dir() else []
 
 
-def _published(root: Path) -> list[Path]:
-    """Checkpoint folders, the newest first."""
+def _newest_first(root: Path) -> list[Path]:
+    """All checkpoint folders."""
     found = [path for path in root.glob("step_*") if _NAME.fullmatch(path.name)]
-    return sorted(found, key=lambda path: -int(path.name.removeprefix("step_")))
+    return sorted(found, key=_step_of, reverse=True)
+
+
+def _step_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def _aside(path: Path) -> Path:
@@ -305,14 +364,42 @@ def _published_whole(target: Path) -> Iterator[Path]:
     _delete(partial)
     try:
         yield partial
-        # A run that was set back comes by the same step again.
-        if target.is_dir():
-            _remove(target)
-        partial.rename(target)
-        _sync_folder(target.parent)
+        _move(partial, target)
     except Exception:
         _delete(partial)
         raise
+
+
+def _move(partial: Path, target: Path) -> None:
+    """Gives what is whole its name."""
+    # A run that was set back comes by the same step again.
+    if target.is_dir():
+        _remove(target)
+    partial.rename(target)
+    _sync_folder(target.parent)
+
+
+def _remove_older(root: Path, newest: Path, *, keep_last: int, keep_every: int | None) -> None:
+    """Only complete ones count, and only they and what was never finished go."""
+    others = [path for path in _newest_first(root) if path != newest and _is_complete(path)]
+    for path in others[keep_last - 1 :]:
+        if keep_every is None or _step_of(path) % keep_every:
+            _remove(path)
+    for path in root.glob(".*.partial"):
+        _delete(path)
+
+
+def _require_finite(leaves: Mapping[str, Tensor], step: int) -> None:
+    for name, leaf in leaves.items():
+        own = leaf.to_local() if isinstance(leaf, DTensor) else leaf
+        if own.is_floating_point() and not bool(own.isfinite().all()):
+            raise ValueError(f"checkpoint of step {step}: {name} is not finite; the last good checkpoint is kept")
+
+
+def _writer_of(path: Path) -> int:
+    """The rank that wrote a file: __RANK_NUMBER.distcp, and what is of the whole by the lead."""
+    found = re.match(r"__(\d+)_", path.name)
+    return int(found[1]) if found else 0
 
 
 def _remove(path: Path) -> None:
@@ -347,7 +434,7 @@ def _sync_folder(path: Path) -> None:
 
 
 @contextmanager
-def _single_process(path: Path) -> Iterator[None]:
+def _plain_errors(path: Path) -> Iterator[None]:
     """For torch.distributed.checkpoint at `path`: what goes wrong comes out as itself, the disk's part as OSError."""
     # It warns that it assumes a single process even when it is told so.
     with warnings.catch_warnings():

@@ -43,7 +43,8 @@ def _misplaced(section: Section, *names: str) -> Iterator[Problem]:
             yield _problem(name, f"expected a path without ~, which only shells know, got {path!r}; $HOME would work")
 
 
-def _is_file_name(name: str) -> bool:
+def is_file_name(name: str) -> bool:
+    """Whether a file or folder can have this name."""
     return bool(name.strip(". ")) and not set(name) & set("/\\\0") and name.isprintable()
 
 
@@ -262,16 +263,38 @@ class TrainingConfig(Section):
     sharding: Literal["fsdp2", "none"] = key(
         "fsdp2", "Whether parameters and moments are split over the ranks; with one rank it makes no difference."
     )
+    shard_ranks: int | None = key(
+        None,
+        "Ranks that hold one copy of the state together; null for all. With fewer there are copies (HSDP): ranks /"
+        " shard_ranks of them.",
+        within="[1, 1e6]",
+    )
     grad_clip: float = key(1.0, "Largest global gradient norm; .inf for no clipping.", within="[1e-30, inf]")
     nan_skip_budget: int = key(10, "Non-finite steps skipped in a row before the run ends.", within="[0, 1e12]")
     save_interval: int = key(4000, "Steps between checkpoints.", within="[1, 1e12]")
+    keep_last: int = key(2, "Newest checkpoints that are kept.", within="[1, 1e6]")
+    keep_every: int | None = key(
+        None, "A checkpoint is kept for good if its step is a multiple of this; null for none.", within="[1, 1e12]"
+    )
+    async_save: bool = key(
+        False, "Whether training goes on while a checkpoint is written, from a copy of the state on the host."
+    )
     log_interval: int = key(50, "Steps between progress lines.", within="[1, 1e12]")
     eval_interval: int = key(2000, "Steps between evaluations.", within="[1, 1e12]")
     seed: int = key(42, "Source of all randomness: initial weights and order of the data.", within="[0, 4294967296)")
 
+    def rules(self) -> Iterator[Problem]:
+        if self.sharding == "none" and self.shard_ranks not in (None, 1):
+            yield _problem("shard_ranks", f"expected null or 1 with sharding none, got {self.shard_ranks}")
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of one optimiser step on one rank."""
+        return self.micro_batch_size * self.gradient_accumulation_steps
+
     def rows_per_step(self, world_size: int = 1) -> int:
         """Rows of one optimiser step over `world_size` ranks. Raises ConfigError if global_batch_size differs."""
-        rows = self.micro_batch_size * self.gradient_accumulation_steps * world_size
+        rows = self.rows_per_rank * world_size
         if self.global_batch_size not in (None, rows):
             message = (
                 f"expected micro_batch_size x gradient_accumulation_steps x ranks = {self.micro_batch_size} x"
@@ -340,7 +363,7 @@ class DataConfig(Section):
         for index, name in enumerate(names):
             if name in names[:index]:
                 yield Problem(("sources", index, "name"), f"expected a name of its own, got {name!r} again")
-            if not _is_file_name(name):
+            if not is_file_name(name):
                 yield Problem(("sources", index, "name"), f"expected a name that can be a folder's, got {name!r}")
             if self.corpus == "embedded" and name not in EMBEDDED_SOURCES:
                 yield Problem(("sources", index, "name"), f"expected {' or '.join(EMBEDDED_SOURCES)}, got {name!r}")
@@ -361,11 +384,16 @@ class RunConfig(Section):
         None, "Folder for metrics, checkpoints and report; null for a new one, runs/NAME-NUMBER, each time."
     )
     trackers: tuple[Literal["tensorboard", "wandb"], ...] = key((), "Where metrics go beside metrics.jsonl.")
+    profile: tuple[int, int] | None = key(
+        None, "First and last step of a profiler's trace, written to `profile`; null for none.", within="[1, 1e12]"
+    )
 
     def rules(self) -> Iterator[Problem]:
-        if not _is_file_name(self.name):
+        if not is_file_name(self.name):
             yield _problem("name", f"expected a name that can be a folder's, got {self.name!r}")
         yield from _misplaced(self, "output_dir")
+        if self.profile and self.profile[0] > self.profile[1]:
+            yield _problem("profile", f"expected a first step and one not before it, got {list(self.profile)}")
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import yaml
 
@@ -17,6 +17,8 @@ from hymo.section import FLOAT_END, ConfigError, KeyPath, Problem, Section, buil
 
 # Where each key stands, for messages: `tiny.yaml:14` or `argument 'training.seed=7'`.
 Places: TypeAlias = dict[KeyPath, str]
+
+S = TypeVar("S", bound=Section)
 
 _SCALARS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "tag:yaml.org,2002:null": (r"(~|null|Null|NULL|)\Z", lambda text: None),
@@ -46,14 +48,23 @@ def load_config(path: str | Path, overrides: Iterable[str] = ()) -> HyMoConfig:
         ConfigError: with everything that is wrong, one line each, that names the file's line or the argument at fault:
             `optimizer.muon_lr: expected float, got str 'abc' (tiny.yaml:14)`.
     """
-    raw, places, problems = _parse(_read(Path(path)), lambda line: f"{path}:{line}")
+    return load_sections(HyMoConfig, path, overrides)
+
+
+def load_sections(kind: type[S], path: str | Path | None, overrides: Iterable[str] = ()) -> S:
+    """`load_config` for any configuration whose keys are sections; without a file all comes from `overrides`.
+
+    Raises:
+        ConfigError: like `load_config`.
+    """
+    raw, places, problems = ({}, {}, []) if path is None else _parse(_read(Path(path)), lambda line: f"{path}:{line}")
     if not isinstance(raw, dict):
         raise _no_sections(str(path), "an empty file" if raw is None else received(raw))
     arguments: Places = {}
     for argument in overrides:
-        problems += _override(raw, places, arguments, argument)
+        problems += _override(kind, raw, places, arguments, argument=argument)
     try:
-        config = build(HyMoConfig, raw)
+        config = build(kind, raw)
     except ConfigError as error:
         problems += [_placed(problem, places) for problem in error.problems]
     if problems:
@@ -170,7 +181,9 @@ def _parse(text: str, place: Callable[[int], str]) -> tuple[Any, Places, list[Pr
     return (None if root is None else plain(root, ())), places, problems
 
 
-def _override(raw: dict[str, Any], places: Places, arguments: Places, argument: str) -> list[Problem]:
+def _override(
+    kind: type[Section], raw: dict[str, Any], places: Places, arguments: Places, *, argument: str
+) -> list[Problem]:
     """Puts the value of `section.key=value` into `raw` and its place into `places` and `arguments`.
 
     The value is YAML, but where text is expected what is neither quoted nor null is the text itself. Returns what is
@@ -185,7 +198,7 @@ def _override(raw: dict[str, Any], places: Places, arguments: Places, argument: 
         return [Problem((section, key), f"given twice ({arguments[section, key]}, {here})")]
     arguments[section, key] = here
     try:
-        is_verbatim = _is_text(section, key) and not re.match(r"\s*(['\"]|(~|null|)\s*\Z)", text)
+        is_verbatim = _is_text(kind, section, key) and not re.match(r"\s*(['\"]|(~|null|)\s*\Z)", text)
         value, inner, problems = (text.strip(), {}, []) if is_verbatim else _parse(text, lambda line: here)
     except ConfigError as error:
         return list(error.problems)
@@ -201,9 +214,9 @@ def _override(raw: dict[str, Any], places: Places, arguments: Places, argument: 
     return ConfigError(problems).under(section, key)
 
 
-def _is_text(section: str, key: str) -> bool:
+def _is_text(kind: type[Section], section: str, key: str) -> bool:
     """Whether the key is one of text."""
-    sections: dict[str, Any] = {each.name: each.type for each in fields(HyMoConfig)}
+    sections: dict[str, Any] = {each.name: each.type for each in fields(kind)}
     kinds = {each.name: describe(each.type) for each in fields(sections[section])} if section in sections else {}
     return kinds.get(key) in ("str", "str or null")
 

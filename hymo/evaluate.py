@@ -20,6 +20,7 @@ from hymo.batch import IGNORED, Batch
 from hymo.config import DataConfig, ModelConfig
 from hymo.data import SourcedBatch, TokenSource, label_bytes, open_shards, open_source
 from hymo.data.mixture import permute, window_count
+from hymo.distributed import ALONE, Ranks
 from hymo.jit import Compile, jit
 from hymo.loss import token_nats
 from hymo.model import ModelParams
@@ -69,8 +70,9 @@ def compute_validation_loss(
     sources: Sequence[str],
     backend: Backend = EAGER,
     compile: Compile = "none",
+    ranks: Ranks = ALONE,
 ) -> Evaluation:
-    """Scores every label of `batches` by the main head, every token served by all its experts.
+    """Scores every label of all ranks' `batches` by the main head, every token served by all its experts.
 
     Batches of one shape share one compiled step, in this call and in later ones; fill up the last with rows of ignored
     labels, as `hymo.data.validation_batches` does.
@@ -79,6 +81,7 @@ def compute_validation_loss(
         token_bytes: bytes of text of each id, 0 for specials (`ExtendedTokenizer.token_bytes`).
         sources: names, in the order of the numbers in `SourcedBatch.source`.
         compile: as in `hymo.jit.jit`.
+        ranks: each with as many batches of its own, its shard of the parameters, and a `backend` that gathers them.
 
     Raises:
         ValueError: if not one label is text, or `token_bytes` is of another vocabulary.
@@ -94,6 +97,7 @@ def compute_validation_loss(
     for batch in batches:
         on = tree.map(lambda leaf: leaf.to(device), (batch.batch, batch.source, token_bytes))
         sums = sums + score(params, *on)
+    sums = ranks.sum(sums)
     of_source, (nats, tokens, text_nats, size) = sums.tolist(), sums.sum(0).tolist()
     if not size:
         raise ValueError(f"evaluation: not one of {tokens:.0f} labels is text; give it validation text")

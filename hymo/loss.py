@@ -15,6 +15,7 @@ from torch import Tensor
 from hymo.backend import EAGER, Backend
 from hymo.batch import IGNORED, Batch
 from hymo.config import ModelConfig
+from hymo.distributed import ALONE, Ranks
 from hymo.layers.embedding import embed, unembed
 from hymo.layers.moe import Load
 from hymo.layers.mtp import mtp
@@ -109,9 +110,10 @@ def label_masks(batch: Batch, depth: int) -> tuple[Bool[Tensor, "*b t"], ...]:
     return tuple(masks)
 
 
-def label_counts(batch: Batch, depth: int) -> Float[Tensor, " k"]:
-    """How many labels count for each head, over all micro-batches; at least 1, so that it can divide."""
-    return torch.stack([mask.sum() for mask in label_masks(batch, depth)]).float().clamp(min=1.0)
+def label_counts(batch: Batch, depth: int, *, ranks: Ranks = ALONE) -> Float[Tensor, " k"]:
+    """How many labels count for each head, over all micro-batches and ranks; at least 1, so that it can divide."""
+    counts = torch.stack([mask.sum() for mask in label_masks(batch, depth)]).float()
+    return ranks.sum(counts).clamp(min=1.0)
 
 
 def loss(

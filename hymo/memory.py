@@ -64,11 +64,11 @@ def step_memory(config: HyMoConfig, world_size: int = 1, *, backend: Backend = E
     stay for the whole step.
 
     Args:
-        world_size: ranks that share masters, moments and gradients if `training.sharding` is fsdp2.
+        world_size: ranks, of which `training.shard_ranks` share masters, moments and gradients if sharding is fsdp2.
         backend: the one whose logit budget the loss has.
     """
     spec, trained = model_spec(config.model), config.training
-    ranks = world_size if trained.sharding == "fsdp2" else 1
+    ranks = (trained.shard_ranks or world_size) if trained.sharding == "fsdp2" else 1
     copied = () if _dtype(config) == torch.float32 else COMPUTE_ROLES
     gathered = tuple(role for role in ROLES if role not in copied) if ranks > 1 else ()
     copies = [_dtype(config).itemsize * _count(spec, copied), 4 * _count(spec, gathered)]

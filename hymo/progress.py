@@ -11,6 +11,7 @@ from typing import Any
 from hymo.evaluate import Evaluation
 from hymo.run_folder import write_whole
 from hymo.step import Metrics
+from hymo.tracker import Tracker
 
 
 class MetricsLog:
@@ -52,9 +53,15 @@ class Progress:
         self._begun = time.perf_counter()
         self._is_warm = False
         self._timed: list[float] = []
+        self._tracker: Tracker | None = None
 
-    def go_on(self, step: int) -> None:
-        """Takes the log up after `step`: what it says of later steps is not true any more."""
+    def go_on(self, step: int, *, tracker: Tracker | None = None) -> None:
+        """Takes the log up after `step`: what it says of later steps is not true any more.
+
+        Args:
+            tracker: hears of every record after it is in the log.
+        """
+        self._tracker = tracker
         self._begun = time.perf_counter() - self.log.rewind(step)
 
     @contextmanager
@@ -92,15 +99,20 @@ class Progress:
             "seconds": time.perf_counter() - self._begun,
             "eta_seconds": pace and (self.total_steps - step) * pace,
         }
-        self.log.append(record)
+        self._record(record)
         print(train_line(record, self.total_steps), flush=True)
 
     def tell_evaluation(self, step: int, evaluation: Evaluation) -> None:
         """Prints and records an evaluation."""
         seconds = time.perf_counter() - self._begun
         record = {"kind": "eval", "step": step, **evaluation.record(), "seconds": seconds}
-        self.log.append(record)
+        self._record(record)
         print(eval_line(record), flush=True)
+
+    def _record(self, record: Mapping[str, Any]) -> None:
+        self.log.append(record)
+        if self._tracker is not None:
+            self._tracker.log(record)
 
 
 def train_line(record: Mapping[str, Any], total_steps: int) -> str:

@@ -42,8 +42,8 @@ class RunData(NamedTuple):
     validation: tuple[TokenSource, ...]
     baselines: Mapping[str, float]
 
-    def loader(self, config: HyMoConfig, samples_seen: int = 0) -> BatchLoader:
-        """Training batches from sample `samples_seen` on."""
+    def loader(self, config: HyMoConfig, samples_seen: int = 0, *, rank: int = 0, world: int = 1) -> BatchLoader:
+        """A rank's training batches from sample `samples_seen` on."""
         training = config.training
         return BatchLoader(
             self.train,
@@ -51,14 +51,16 @@ class RunData(NamedTuple):
             seq_len=training.max_seq_len,
             accumulation=training.gradient_accumulation_steps,
             micro_batch=training.micro_batch_size,
+            rank=rank,
+            world=world,
             samples_seen=samples_seen,
         )
 
-    def validation_batches(self, config: HyMoConfig) -> Iterator[SourcedBatch]:
-        """At most `data.val_tokens` tokens of validation, in equal parts from the sources."""
+    def validation_batches(self, config: HyMoConfig, *, rank: int = 0, world: int = 1) -> Iterator[SourcedBatch]:
+        """A rank's part of at most `data.val_tokens` tokens of validation, in equal parts from the sources."""
         seq_len, rows = config.training.max_seq_len, config.training.micro_batch_size
         limit = windows_per_source(config.data, seq_len=seq_len, sources=len(self.validation))
-        return validation_batches(self.validation, seq_len=seq_len, rows=rows, limit=limit)
+        return validation_batches(self.validation, seq_len=seq_len, rows=rows, limit=limit, rank=rank, world=world)
 
     def close(self) -> None:
         """Closes the shards."""

@@ -22,11 +22,13 @@ SAMPLE = "sample.txt"
 REPORT = "report.html"
 CHECKPOINTS = "checkpoints"
 DATA = "data"
+TRACKERS = "trackers"
+PROFILE = "profile"
 LOCK = ".lock"
 REPLACED = ".replaced"
 """Where `fresh` keeps the run that is being replaced."""
 
-_FOLDERS = {CHECKPOINTS, DATA}
+_FOLDERS = {CHECKPOINTS, DATA, TRACKERS, PROFILE}
 _FILES = {CONFIG, RUN, TOKENIZER, METRICS, SAMPLE, REPORT, LOCK}
 
 
@@ -76,8 +78,11 @@ def choose_folder(run: RunConfig, *, resume: bool = False, overwrite: bool = Fal
 
 
 @contextmanager
-def held(folder: Path) -> Iterator[Path]:
+def held(folder: Path, *, key: str = "run.output_dir") -> Iterator[Path]:
     """`folder`, made if it is missing, and this process's alone; if nothing was put there it is as before at the end.
+
+    Args:
+        key: of the configuration that names it.
 
     Raises:
         ValueError: if another process holds it.
@@ -88,7 +93,7 @@ def held(folder: Path) -> Iterator[Path]:
             path.mkdir(exist_ok=True)
             undo.callback(_remove_if_empty, path)
         lock = undo.enter_context((folder / LOCK).open("a"))
-        _acquire(lock, folder)
+        _acquire(lock, folder, key)
         undo.callback(_remove_if_alone, folder / LOCK)
         yield folder
 
@@ -136,14 +141,14 @@ def write_whole(path: Path, text: str) -> None:
     os.replace(partial, path)
 
 
-def _acquire(lock: TextIO, folder: Path) -> None:
+def _acquire(lock: TextIO, folder: Path, key: str) -> None:
     """Locks an open file until it is closed, where the system and the file system can."""
     if sys.platform == "win32":
         return
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise ValueError(f"run.output_dir: {folder} is in use by another process") from error
+        raise ValueError(f"{key}: {folder} is in use by another process") from error
     except OSError:
         return
 

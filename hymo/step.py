@@ -11,6 +11,7 @@ from hymo import tree
 from hymo.backend import EAGER, Backend
 from hymo.batch import IGNORED, Batch
 from hymo.config import HyMoConfig
+from hymo.distributed import ALONE, Ranks
 from hymo.layers.moe import Load, MoeParams, rebalance
 from hymo.loss import Losses, label_counts, loss
 from hymo.model import Block, ModelParams
@@ -76,17 +77,24 @@ def init_train_state(params: ModelParams, *, spec: ModelParams, optimizer: Gradi
 
 
 def gradients(
-    params: ModelParams, batch: Batch, *, cfg: HyMoConfig, spec: ModelParams, backend: Backend = EAGER
+    params: ModelParams,
+    batch: Batch,
+    *,
+    cfg: HyMoConfig,
+    spec: ModelParams,
+    backend: Backend = EAGER,
+    ranks: Ranks = ALONE,
 ) -> tuple[ModelParams, Float[Tensor, ""], Losses]:
-    """The gradient of the step's loss, the loss, and its parts, added up over the micro-batches of `batch`.
+    """The gradient of the step's loss, the loss, and its parts, added up over the micro-batches of all ranks.
 
     Every label of the step has the same weight, whichever micro-batch it is in.
 
     Args:
-        batch: leaves of shape (micro-batches, rows, tokens).
+        batch: leaves of shape (micro-batches, rows, tokens), of this rank.
+        ranks: among which parameters are split; the gradient then is, like them, this rank's shards.
     """
     trainable, buffers = partition(spec, params)
-    counts = label_counts(batch, cfg.model.mtp_depth)
+    counts = label_counts(batch, cfg.model.mtp_depth, ranks=ranks)
     capacity = cfg.model.moe_capacity(batch.tokens.shape[-1])
 
     def micro(index: int) -> tuple[ModelParams, Tensor, Losses]:
@@ -99,7 +107,8 @@ def gradients(
         grads, (value, losses) = torch.func.grad_and_value(objective, has_aux=True)(trainable)
         return grads, value, losses
 
-    return reduce(tree.add, (micro(index) for index in range(batch.tokens.shape[0])))
+    grads, value, losses = reduce(tree.add, (micro(index) for index in range(batch.tokens.shape[0])))
+    return ranks.sum_copies(grads), *ranks.sum((value, losses))
 
 
 def train_step(
@@ -110,16 +119,19 @@ def train_step(
     spec: ModelParams,
     optimizer: GradientTransform,
     backend: Backend = EAGER,
+    ranks: Ranks = ALONE,
 ) -> tuple[TrainState, Metrics]:
     """One step: gradient, clipping, update, router balance.
 
     If loss or gradient is not finite nothing moves but the counters: parameters, moments and balance stay as they are.
+    Loss and norm are those of all ranks, so that all find the same.
 
     Args:
-        batch: leaves of shape (micro-batches, rows, tokens).
+        batch: leaves of shape (micro-batches, rows, tokens), of this rank.
+        ranks: among which the state is split, in the way of `hymo.sharding`; `backend` and `optimizer` know them too.
     """
-    grads, value, losses = gradients(state.params, batch, cfg=cfg, spec=spec, backend=backend)
-    norm = tree.global_norm(grads)
+    grads, value, losses = gradients(state.params, batch, cfg=cfg, spec=spec, backend=backend, ranks=ranks)
+    norm = ranks.norm(grads)
     finite = torch.isfinite(norm) & torch.isfinite(value)
 
     trainable, buffers = partition(spec, state.params)
@@ -129,10 +141,10 @@ def train_step(
     moved = tree.combine(apply_updates(trainable, updates), _balanced(buffers, losses.loads, cfg=cfg))
     params, moments = tree.select(finite, (moved, moments), (state.params, state.optimizer))
 
-    rows = batch.tokens.shape[0] * batch.tokens.shape[1]
+    rows = batch.tokens.shape[0] * batch.tokens.shape[1] * ranks.world
     skipped = torch.where(finite, 0, state.skipped + 1)
     after = TrainState(params, moments, state.step + 1, state.samples + rows, skipped)
-    return after, _metrics(after, state, batch, value, losses, norm, finite, cfg=cfg)
+    return after, _metrics(after, state, batch, value, losses, norm, finite, cfg=cfg, ranks=ranks)
 
 
 def experts(params: ModelParams) -> tuple[MoeParams, ...]:
@@ -163,6 +175,7 @@ def _metrics(
     finite: Tensor,
     *,
     cfg: HyMoConfig,
+    ranks: Ranks,
 ) -> Metrics:
     rates = learning_rates(before.optimizer, before.step, schedule=build_schedule(cfg.scheduler))
     none = value.new_zeros(0, cfg.model.n_routed_experts)
@@ -177,7 +190,7 @@ def _metrics(
         grad_norm=norm,
         muon_lr=rates["normuon"],
         adamw_lr=rates["adamw"],
-        tokens=(batch.labels != IGNORED).sum().float(),
+        tokens=ranks.sum((batch.labels != IGNORED).sum().float()),
         finite=finite,
         skipped=after.skipped,
         load=assigned / total[:, None],

@@ -51,9 +51,14 @@ def add(first: T, second: Any) -> T:
 
 
 def global_norm(tree: Any) -> Tensor:
-    """Euclidean norm of all leaves taken as one vector, in fp32."""
-    squares = [leaf.float().square().sum() for leaf in leaves(tree)]
-    return torch.stack(squares).sum().sqrt()
+    """Euclidean norm of all leaves taken as one vector, rounded to fp32 once."""
+    return sum_of_squares(tree).sqrt().float()
+
+
+def sum_of_squares(tree: Any) -> Tensor:
+    """Of all leaves; in fp64, so that it does not matter how they are split and in which order they are added."""
+    norms = [torch.linalg.vector_norm(leaf, dtype=torch.float64) for leaf in leaves(tree)]
+    return torch.stack(norms).square().sum()
 
 
 def stack(trees: list[T]) -> T:

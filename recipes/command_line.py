@@ -66,7 +66,8 @@ def execute(name: str, job: Callable[[], object]) -> int:
         if not _is_out_of_memory(error):
             raise
         code, message = 1, f"memory is not enough: {(str(error).splitlines() or ['no more'])[0]}"
-    for line in message.splitlines():
+    # What ranks find together the first one tells.
+    for line in message.splitlines() if os.environ.get("RANK", "0") == "0" else ():
         print(f"{name}: {line}", file=sys.stderr)
     return code
 

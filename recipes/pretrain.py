@@ -4,6 +4,7 @@
     python recipes/pretrain.py scheduler.total_steps=50 run.output_dir=trial
     python recipes/pretrain.py recipes/configs/hymo_750m.yaml --dry-run
     python recipes/pretrain.py trial/config.yaml --resume           in the folder trial, wherever it was moved to
+    torchrun --nproc-per-node 2 recipes/pretrain.py ...             the same on two ranks
 
 What is asked wrongly is a line a problem and exit code 2, training that cannot go on one line and exit code 1.
 """
@@ -25,11 +26,16 @@ import torch
 from command_line import Parser, execute, user_errors
 
 from hymo.accounting import describe, model_parts
-from hymo.checkpoint import find_latest, incomplete, versions
+from hymo.checkpoint import Damaged, candidates, find_latest, versions
 from hymo.config import DELIMITER, HyMoConfig, derive_config
 from hymo.config_yaml import load_config, to_yaml
+from hymo.distributed import Ranks, joined, world_size
 from hymo.evaluate import Evaluation
 from hymo.generate import generate
+from hymo.handle import HyMo
+from hymo.interruption import stop_requests
+from hymo.model import model_spec
+from hymo.params import count
 from hymo.report import write_report
 from hymo.run_data import RunData, open_run_data
 from hymo.run_folder import (
@@ -75,33 +81,37 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def pretrain(asked: argparse.Namespace, *, command: str) -> None:
-    """The whole job."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    """The whole job, on one of the ranks that a launcher has started or alone."""
+    kind = "cuda" if torch.cuda.is_available() else "cpu"
     with ExitStack() as closing:
         with user_errors():
             config = configure(asked)
             if asked.dry_run:
-                print(describe(config))
+                if os.environ.get("RANK", "0") == "0":
+                    print(describe(config, world_size()))
                 return
-            check_available(config, device)
-            folder = choose_folder(config.run, resume=asked.resume, overwrite=asked.overwrite)
+            check_available(config, torch.device(kind))
+            stop = closing.enter_context(stop_requests(is_patient=world_size() > 1))
+            shards = 1 if config.training.sharding == "none" else config.training.shard_ranks
+            ranks, device = closing.enter_context(joined(kind, shards=shards))
+            folder = ranks.led(lambda: choose_folder(config.run, resume=asked.resume, overwrite=asked.overwrite))
             config = resolve(config, folder)
-            closing.enter_context(held(folder))
+            ranks.led(lambda: closing.enter_context(held(folder)))
 
         # On a CPU one seed gives one run, bit by bit; on a GPU that would cost speed.
         torch.use_deterministic_algorithms(device.type == "cpu")
-        with nullcontext() if asked.resume else fresh(folder):
+        with fresh(folder) if ranks.is_lead and not asked.resume else nullcontext():
             with user_errors():
-                data = open_run_data(config, folder)
+                data = ranks.lead_first(lambda: open_run_data(config, folder))
                 if not asked.resume:
-                    write_identity(config, folder, data=data, command=command)
-            trainer = Trainer(config, data=data, folder=folder, device=device)
+                    ranks.led(lambda: write_identity(config, folder, data=data, command=command))
+            trainer = Trainer(config, data=data, folder=folder, device=device, ranks=ranks, stop=stop)
         closing.callback(trainer.close)
         if asked.resume:
             with user_errors():
-                resume(trainer, folder)
-                write_identity(config, folder, data=data, command=command)
-        train(trainer, folder, data=data)
+                resume(trainer, folder, ranks=ranks)
+                ranks.led(lambda: write_identity(config, folder, data=data, command=command))
+        train(trainer, folder, data=data, ranks=ranks)
 
 
 def configure(asked: argparse.Namespace) -> HyMoConfig:
@@ -113,30 +123,47 @@ def configure(asked: argparse.Namespace) -> HyMoConfig:
     return config
 
 
-def resume(trainer: Trainer, folder: Path) -> None:
-    """Goes on from the newest complete checkpoint; a run that was stopped before its first one begins anew."""
-    for path in incomplete(folder / CHECKPOINTS):
-        print(f"{path} is not complete: passed over")
-    checkpoint = find_latest(folder / CHECKPOINTS)
-    step = trainer.load(checkpoint) if checkpoint else 0
-    if step < trainer.config.scheduler.total_steps:
-        print(f"going on after step {step}")
+def resume(trainer: Trainer, folder: Path, *, ranks: Ranks) -> None:
+    """Goes on from the newest checkpoint that is whole; a run that was stopped before its first one begins anew.
+
+    Raises:
+        ValueError: if there are checkpoints and none is whole, or the newest whole one is of another run.
+    """
+    found = candidates(folder / CHECKPOINTS)
+    for path in found:
+        try:
+            trainer.load(path)
+            break
+        except Damaged as damage:
+            tell(ranks, f"{damage}: passed over")
+    else:
+        if found:
+            raise ValueError(f"--resume: not one checkpoint in {folder / CHECKPOINTS} is whole")
+    if trainer.step < trainer.config.scheduler.total_steps:
+        tell(ranks, f"going on after step {trainer.step}")
 
 
-def train(trainer: Trainer, folder: Path, *, data: RunData) -> None:
+def tell(ranks: Ranks, line: str) -> None:
+    """Prints for all ranks."""
+    if ranks.is_lead:
+        print(line, flush=True)
+
+
+def train(trainer: Trainer, folder: Path, *, data: RunData, ranks: Ranks) -> None:
     """Trains to the end, tells the result, and leaves a sample and a report."""
     config, training, threads = trainer.config, trainer.config.training, torch.get_num_threads()
     total = config.scheduler.total_steps
     if trainer.step == total:
-        print(f"done at step {total}; a higher scheduler.total_steps goes on")
-        if not (folder / REPORT).exists():
-            finish(trainer, folder, data=data)
+        tell(ranks, f"done at step {total}; a higher scheduler.total_steps goes on")
+        if not ranks.led((folder / REPORT).exists):
+            finish(trainer, folder, data=data, ranks=ranks)
         return
-    print(
-        f"{folder}: {trainer.model.num_parameters(only_trainable=True):,} parameters,"
-        f" {total} steps of {training.rows_per_step()} x {training.max_seq_len} tokens"
-        f" on {trainer.device.type} ({threads} threads), compile {training.compile}",
-        flush=True,
+    on = f"{ranks.world} x {trainer.device.type}" if ranks.world > 1 else trainer.device.type
+    tell(
+        ranks,
+        f"{folder}: {count(model_spec(config.model)):,} parameters,"
+        f" {total} steps of {training.rows_per_step(ranks.world)} x {training.max_seq_len} tokens"
+        f" on {on} ({threads} threads), compile {training.compile}",
     )
     try:
         evaluation = trainer.train()
@@ -144,9 +171,9 @@ def train(trainer: Trainer, folder: Path, *, data: RunData) -> None:
         saved = find_latest(folder / CHECKPOINTS)
         left = f"--resume goes on from {saved.name}" if saved else "there is no checkpoint yet"
         raise TrainingStopped(f"interrupted after step {trainer.step}; {left}", exit_code=130) from None
-    if evaluation:
+    if evaluation and ranks.is_lead:
         compare(evaluation, data)
-    finish(trainer, folder, data=data)
+    finish(trainer, folder, data=data, ranks=ranks)
 
 
 def write_identity(config: HyMoConfig, folder: Path, *, data: RunData, command: str) -> None:
@@ -171,19 +198,20 @@ def compare(evaluation: Evaluation, data: RunData) -> None:
     print(f"validation: {evaluation.bits_per_byte:.3f} bits/byte ({', '.join(known) or 'baselines unknown'})\n")
 
 
-def finish(trainer: Trainer, folder: Path, *, data: RunData) -> None:
+def finish(trainer: Trainer, folder: Path, *, data: RunData, ranks: Ranks) -> None:
     """Lets the model write, and makes the report."""
-    text = write_sample(trainer, data)
-    write_whole(folder / SAMPLE, text + "\n")
-    print(f"{text}\n\nreport: {write_report(folder)}")
+    model = trainer.model
+    if ranks.is_lead:
+        text = write_sample(model, trainer.config.training.seed, data=data)
+        write_whole(folder / SAMPLE, text + "\n")
+        print(f"{text}\n\nreport: {write_report(folder)}")
 
 
-def write_sample(trainer: Trainer, data: RunData) -> str:
+def write_sample(model: HyMo, seed: int, *, data: RunData) -> str:
     """A text of `SAMPLE_TOKENS` tokens, from its beginning on; a delimiter in it begins another one.
 
     It has fewer if the model holds fewer, one that the delimiter fills writes nothing.
     """
-    model = trainer.model
     room = min(SAMPLE_TOKENS, model.config.max_seq_len - 1)
     if not room:
         return ""
@@ -196,7 +224,7 @@ def write_sample(trainer: Trainer, data: RunData) -> str:
         temperature=0.8,
         stop_ids=(),
         suppressed=data.tokenizer.suppressed_ids,
-        seeds=[trainer.config.training.seed],
+        seeds=[seed],
     )
     return data.tokenizer.decode(sample.ids)
 

@@ -250,7 +250,9 @@ def test_ranks_share_what_is_sharded() -> None:
     assert sum(of_four.moments.values()) == pytest.approx(sum(alone.moments.values()) / 4, abs=8)
     assert of_four.activations == alone.activations
     assert of_four.copies == alone.masters
-    assert step_memory(one_layer(), 4) == alone
+    assert step_memory(one_layer(training={"sharding": "none"}), 4) == alone
+    halves = step_memory(one_layer(training={**split, "shard_ranks": 2}), 4)
+    assert halves.masters == alone.masters // 2
 
 
 def test_half_precision_copies_what_the_layers_multiply_with() -> None:

@@ -13,10 +13,11 @@ from configs import setup, smallest_config, tiny_config
 from hymo import tree
 from hymo.checkpoint import (
     META,
+    Damaged,
     Provenance,
+    candidates,
     check_continues,
     find_latest,
-    incomplete,
     load_checkpoint,
     load_params,
     read_meta,
@@ -72,7 +73,7 @@ def test_weights_load_without_moments(tmp_path: Path) -> None:
 
 def test_meta_tells_where_training_stood_and_what_it_was_made_with(tmp_path: Path) -> None:
     meta = read_meta(save(tmp_path, 3))
-    assert (meta.step, meta.samples) == (3, 24)
+    assert (meta.step, meta.samples, meta.rows) == (3, 24, CONFIG.training.rows_per_rank)
     assert meta.provenance == PROVENANCE
     assert meta.versions["torch"] == torch.__version__
 
@@ -91,6 +92,12 @@ def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     state = state_at(2)._replace(samples=torch.tensor(99))
     assert read_meta(save_checkpoint(tmp_path, state, meta=PROVENANCE)).samples == 99
     assert names(tmp_path) == ["latest", "step_00000002"]
+
+
+def test_milestones_stay_and_so_do_as_many_as_were_asked_for(tmp_path: Path) -> None:
+    for step in (2, 3, 4, 5, 6, 7):
+        save(tmp_path, step, keep_last=1, keep_every=3)
+    assert names(tmp_path) == ["latest", "step_00000003", "step_00000006", "step_00000007"]
 
 
 def test_a_save_that_dies_leaves_the_last_one_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,8 +136,8 @@ def test_what_is_not_complete_does_not_count(tmp_path: Path, damage: str) -> Non
         case "foreign format":
             meta.write_text(json.dumps({"format": 99}))
     assert find_latest(tmp_path) == good
-    assert incomplete(tmp_path) == [bad]
-    with pytest.raises(ValueError, match=r"checkpoint .*step_00000004: "):
+    assert candidates(tmp_path) == [bad, good]
+    with pytest.raises(Damaged, match=r"checkpoint .*step_00000004: "):
         load_checkpoint(bad, state_at(4))
 
 

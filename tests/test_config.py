@@ -46,10 +46,11 @@ def test_sections_and_their_keys_are_the_specification() -> None:
         "scheduler": "total_steps warmup_frac stable_frac decay_frac min_lr_ratio decay",
         "training": (
             "micro_batch_size gradient_accumulation_steps global_batch_size max_seq_len precision compile backend"
-            " sharding grad_clip nan_skip_budget save_interval log_interval eval_interval seed"
+            " sharding shard_ranks grad_clip nan_skip_budget save_interval keep_last keep_every async_save log_interval"
+            " eval_interval seed"
         ),
         "data": "corpus sources folder tokenizer validation val_tokens",
-        "run": "name output_dir trackers",
+        "run": "name output_dir trackers profile",
     }
 
 
@@ -277,6 +278,7 @@ def test_derive_config_reports_everything_at_once() -> None:
         ({"data.corpus": "none"}, "data.corpus: expected embedded or null, got str 'none'"),
         ({"run.name": "a/b"}, "run.name: expected a name that can be a folder's, got 'a/b'"),
         ({"run.trackers": ["mlflow"]}, "run.trackers[0]: expected one of tensorboard, wandb, got str 'mlflow'"),
+        ({"run.profile": [5, 3]}, "run.profile: expected a first step and one not before it, got [5, 3]"),
         ({"run": 3}, "run: expected mapping, got int 3"),
     ],
 )

@@ -261,7 +261,7 @@ def test_training_that_diverges_is_one_line_and_exit_code_1(
         (["data.validation=nowhere/*.bin"], ["nowhere/*.bin", "no token shards"]),
         (["data.sources=[{name: poems, weight: 1}]"], ["no source 'poems'", "'prose'"]),
         (["training.backend=triton"], ["training.backend", "triton", "eager"]),
-        (["run.trackers=[wandb]"], ["run.trackers", "not available yet", "wandb"]),
+        (["run.trackers=[wandb]"], ["run.trackers", "wandb is not installed"]),
         (["--resume"], ["--resume: expected run.output_dir=FOLDER"]),
         (["--overwrite"], ["--overwrite: expected run.output_dir=FOLDER"]),
         (["--resume", "--overwrite"], ["--overwrite: not allowed with argument --resume"]),
@@ -331,10 +331,14 @@ def test_no_compiler_for_inductor_is_one_line(run: Run, config: Path, monkeypatc
     assert_refused(outcome, "training.compile: inductor", "C++ compiler", "`aot_eager` and `none` work")
 
 
-def test_many_ranks_are_not_there_yet(run: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for ranks in ("2", "abc"):
-        monkeypatch.setenv("WORLD_SIZE", ranks)
-        assert_refused(run(config), "WORLD_SIZE", f"expected 1, got '{ranks}'")
+def test_an_environment_that_no_launcher_makes_is_refused(
+    run: Run, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "abc")
+    assert_refused(run(config), "WORLD_SIZE: expected a number of at least 1", "got 'abc'")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    asked = run(config, "training.sharding=fsdp2", "training.shard_ranks=2")
+    assert_refused(asked, "training.shard_ranks: expected a divisor of the 3 ranks, got 2; 1, 3 work")
 
 
 def test_our_own_mistakes_keep_their_traceback(run: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -508,7 +512,17 @@ def test_a_checkpoint_that_is_passed_over_is_told(run: Run, config: Path, tmp_pa
     assert run(config, place).code == 0
     (newest / ".metadata").unlink()
     outcome = run(config, place, "--resume")
-    assert f"{newest} is not complete: passed over\ngoing on after step 2\n" in outcome.out
+    assert f"checkpoint {newest}: .metadata has None bytes, " in outcome.out
+    assert "move that folder away to use the checkpoint before it: passed over\ngoing on after step 2\n" in outcome.out
+
+
+def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(run: Run, config: Path, tmp_path: Path) -> None:
+    place, checkpoints = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place" / "checkpoints"
+    assert run(config, place, "scheduler.total_steps=2").code == 0
+    (checkpoints / "step_00000002" / "meta.json").unlink()
+    outcome = run(config, place, "--resume")
+    assert outcome.code == 2
+    assert outcome.error == f"pretrain: --resume: not one checkpoint in {checkpoints} is whole\n"
 
 
 def test_a_reader_that_leaves_ends_a_recipe_quietly(tmp_path: Path, config: Path) -> None:

@@ -5,6 +5,7 @@ import shlex
 import subprocess
 import sys
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -51,16 +52,27 @@ def test_commands_work_in_their_order(tmp_path: Path) -> None:
         "recipes/pretrain.py",
         "recipes/evaluate.py",
         "recipes/generate.py",
+        "recipes/prepare_data.py",
+        "recipes/pretrain.py",
+        "recipes/export.py",
     ]
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    (tmp_path / "texts").mkdir()
+    for name, text in list(topics.items())[:40]:
+        (tmp_path / "texts" / f"{name}.txt").write_text(text)
     for command in rest:
         words = shlex.split(command)[1:]
+        if "run.output_dir=own" in words:
+            words += SHORTER
+        if "recipes/prepare_data.py" in words:
+            words += ["--workers", "1"]
         if "run.output_dir=trial" in words:
             words = [word for word in words if not word.startswith("scheduler.total_steps")] + SHORTER
         if "recipes/generate.py" in words:
             words += ["--max-new-tokens", "5"]
         assert run(*words, folder=tmp_path)
     assert (tmp_path / "trial" / "report.html").is_file()
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
 
 
 def test_places_that_are_named_exist() -> None:

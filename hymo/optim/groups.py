@@ -1,5 +1,6 @@
 """The optimiser of a configuration: which transform moves which parameters, and at what rate."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 from jaxtyping import Float
@@ -7,10 +8,12 @@ from torch import Tensor
 
 from hymo import tree
 from hymo.config import OptimizerConfig, SchedulerConfig
+from hymo.distributed import ALONE, Ranks
 from hymo.optim.adamw import add_weight_decay, scale_by_adam
 from hymo.optim.normuon import scale_by_normuon
 from hymo.optim.schedule import LearningRateState, Schedule, scale_by_learning_rate, wsd
 from hymo.optim.transform import GradientTransform, Group, Step, by_group, chain, owners, pick
+from hymo.optim.whole_matrices import spread
 from hymo.params import Role, is_spec
 
 OPTIMISERS = {"normuon": "NorMuon", "adamw": "AdamW", "adamw_embed": "AdamW"}
@@ -25,10 +28,16 @@ class GroupRow(NamedTuple):
     scalars: int
 
 
-def build_optimizer(optimizer: OptimizerConfig, scheduler: SchedulerConfig, spec: Any) -> GradientTransform:
+def build_optimizer(
+    optimizer: OptimizerConfig, scheduler: SchedulerConfig, spec: Any, *, ranks: Ranks = ALONE
+) -> GradientTransform:
     """NorMuon for matrices and AdamW for everything else, with decay and one schedule for both.
 
     The state is a dict by group name; in each group every transform keeps its own.
+
+    Args:
+        spec: of the whole parameters.
+        ranks: among which they are split.
     """
     cfg, schedule, roles = optimizer, build_schedule(scheduler), roles_of(spec, optimizer)
 
@@ -38,8 +47,14 @@ def build_optimizer(optimizer: OptimizerConfig, scheduler: SchedulerConfig, spec
         )
 
     matrices = pick(spec, spec, owners(spec, roles), "normuon")
+    shapes = [leaf.shape for leaf in tree.leaves(matrices, is_leaf=is_spec)]
     normuon = scale_by_normuon(
-        matrices, cfg.muon_momentum, beta2=cfg.muon_beta2, eps=cfg.muon_eps, scale=cfg.muon_scale
+        matrices,
+        cfg.muon_momentum,
+        beta2=cfg.muon_beta2,
+        eps=cfg.muon_eps,
+        scale=cfg.muon_scale,
+        work=partial(spread, shapes=shapes, ranks=ranks) if ranks.world > 1 else None,
     )
     adam = scale_by_adam(*cfg.adamw_betas, eps=cfg.adamw_eps)
     transforms = {

@@ -17,6 +17,8 @@ from hymo.params import is_spec
 
 Coefficients = tuple[tuple[float, float, float], ...]
 Scale = Literal["spectral", "rms"]
+Direction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Work = Callable[[Direction, Sequence[Tensor], Sequence[Tensor]], tuple[list[Tensor], list[Tensor]]]
 
 QUINTIC: Coefficients = ((3.4445, -4.7750, 2.0315),) * 5
 """Steep at 0 and never converging to 1: singular values from 0.01 of the norm to 1 end in [0.68, 1.14].
@@ -50,6 +52,7 @@ def scale_by_normuon(
     eps: float,
     scale: Scale = "spectral",
     coefficients: Coefficients = QUINTIC,
+    work: Work | None = None,
 ) -> GradientTransform:
     """The orthogonalised Nesterov momentum, each neuron divided by the root of its running mean square.
 
@@ -69,6 +72,7 @@ def scale_by_normuon(
         eps: keeps U finite; O has entries of about max(in, out)^-0.5.
         scale: `spectral` is the official code's, for learning rates about 0.02; `rms` is the paper's, whose updates
             have RMS 0.2, for learning rates as for AdamW.
+        work: who works on which matrix, by default one process on all of them (`by_shape`).
 
     Raises:
         ValueError: if a spec is not a stack of matrices stored (in, out).
@@ -94,7 +98,7 @@ def scale_by_normuon(
         del params, step
         moving = tree.map(lambda m, g: torch.lerp(m, g, 1 - momentum), state.momentum, grads)
         ahead, structure = tree.flatten(tree.map(lambda m, g: torch.lerp(g, m, momentum), moving, grads))
-        updates, squares = by_shape(direction, ahead, tree.leaves(state.square))
+        updates, squares = (work or by_shape)(direction, ahead, tree.leaves(state.square))
         return tree.unflatten(updates, structure), NormuonState(moving, tree.unflatten(squares, structure))
 
     return GradientTransform(init, update)
@@ -145,9 +149,7 @@ def neuron_scales(
     return square, scales * (wanted / (norm + eps))
 
 
-def by_shape(
-    f: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]], first: Sequence[Tensor], second: Sequence[Tensor]
-) -> tuple[list[Tensor], list[Tensor]]:
+def by_shape(f: Direction, first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """`f` of every pair of tensors, called once for all pairs whose `first` has one shape, stacked on a new axis."""
     members: dict[torch.Size, list[int]] = {}
     for index, x in enumerate(first):
