@@ -1,0 +1,238 @@
+"""Train variants of one model on the same tokens, over some seeds, and compare them in a table.
+
+    python recipes/ablate.py recipes/configs/tiny.yaml --arms base all-mla all-gdn --seeds 3 run.output_dir=ablation
+    python recipes/ablate.py --list
+
+An arm is the base configuration with a few keys changed. Where that changes how many parameters a token meets, one
+width makes up for it. Every arm and seed is a run of `pretrain.py` in a folder of its own; called again, what is done
+stays, and what was interrupted goes on. What is asked wrongly is a line a problem and exit code 2, before any run begins.
+"""
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from command_line import Parser, Refusal, execute, user_errors
+
+from hymo.accounting import model_parts
+from hymo.config import HyMoConfig, ModelConfig, derive_config
+from hymo.config_yaml import load_config, to_yaml
+from hymo.run_folder import CONFIG, METRICS, REPORT, holds_run, write_whole
+from hymo.trainer import TrainingStopped
+
+TINY = Path(__file__).parent / "configs" / "tiny.yaml"
+PRETRAIN = Path(__file__).parent / "pretrain.py"
+TABLE, RESULTS = "ablation.txt", "ablation.json"
+
+
+class Arm(NamedTuple):
+    """A variant of the base configuration.
+
+    Args:
+        family: the part of the model that it changes.
+        changes: keys as `section.key`, made of the base's model.
+        width: the key of `model` that makes up for parameters gained or lost.
+    """
+
+    family: str
+    changes: Callable[[ModelConfig], dict[str, Any]]
+    width: str | None = None
+
+
+def narrow_heads(model: ModelConfig) -> dict[str, Any]:
+    """Four heads for each, a quarter as wide: a quarter of the memory at the same projections."""
+    return {
+        "model.gdn_n_heads": 4 * model.gdn_n_heads,
+        "model.gdn_n_key_heads": 4 * model.gdn_n_key_heads,
+        "model.gdn_key_dim": model.gdn_key_dim // 4,
+        "model.gdn_value_dim": model.gdn_value_dim // 4,
+    }
+
+
+ARMS: dict[str, Arm] = {
+    "base": Arm("", lambda model: {}),
+    "all-gdn": Arm(
+        "mixers",
+        lambda model: {"model.mla_every": model.n_layers + 1, "model.mla_offset": model.n_layers},
+        width="gdn_ffn_dim",
+    ),
+    "all-mla": Arm("mixers", lambda model: {"model.mla_every": 1, "model.mla_offset": 0}, width="moe_inter_dim"),
+    "delta": Arm("GDN", lambda model: {"model.gdn_rule": "delta"}),
+    "gated-linear": Arm("GDN", lambda model: {"model.gdn_rule": "gated_linear"}),
+    "narrow-heads": Arm("GDN", narrow_heads),
+    "no-gdn-rotary": Arm("GDN", lambda model: {"model.gdn_rope_fraction": 0.0}),
+    "value-skip": Arm("GDN", lambda model: {"model.gdn_value_skip": True}),
+    "negative-eigenvalues": Arm("GDN", lambda model: {"model.gdn_allow_neg_eigval": True}),
+    "no-balance": Arm("MoE", lambda model: {"model.moe_bias_speed": 0.0}),
+    "no-mtp": Arm("MTP", lambda model: {"model.mtp_depth": 0, "model.mtp_loss_weights": ()}),
+    "normuon-experts": Arm("optimiser", lambda model: {"optimizer.normuon_experts": True}),
+    "no-cautious-decay": Arm("optimiser", lambda model: {"optimizer.cautious_wd": False}),
+}
+
+
+class Result(NamedTuple):
+    """What one run of an arm came to."""
+
+    bits_per_byte: float
+    sources: dict[str, float]
+    tokens_per_second: float
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains what is missing, prints the table, and returns the exit code."""
+    return execute("ablate", lambda: ablate(sys.argv[1:] if argv is None else list(argv)))
+
+
+def ablate(arguments: list[str]) -> None:
+    """The whole job."""
+    parser = Parser("Compare variants of one model.")
+    parser.add_argument("values", nargs="*", metavar="[CONFIG] section.key=value", help=f"default {TINY.name}")
+    parser.add_argument("--arms", nargs="+", default=["base", "all-gdn", "all-mla"], metavar="ARM")
+    parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each arm, from training.seed on")
+    parser.add_argument("--list", action="store_true", help="print the arms and stop")
+    with user_errors():
+        asked = parser.parse_intermixed_args(arguments)
+        if asked.list:
+            print("\n".join(f"{name:22s} {arm.family}" for name, arm in ARMS.items()))
+            return
+        is_named = bool(asked.values) and "=" not in asked.values[0]
+        base = load_config(Path(asked.values[0]) if is_named else TINY, asked.values[is_named:])
+        configs, folder = plan(base, asked.arms, seeds=asked.seeds)
+    for (arm, seed), config in configs.items():
+        train(config, folder / run_name(arm, seed))
+    found = {key: read(folder / run_name(*key)) for key in configs}
+    text = "\n".join(table(found, {arm: configs[arm, base.training.seed] for arm, _ in configs}))
+    write_whole(folder / TABLE, text + "\n")
+    results = [{"arm": arm, "seed": seed, **result._asdict()} for (arm, seed), result in found.items()]
+    write_whole(folder / RESULTS, json.dumps(results, indent=1) + "\n")
+    print(f"\n{text}\n\n{folder / TABLE}")
+
+
+def plan(base: HyMoConfig, arms: Sequence[str], *, seeds: int) -> tuple[dict[tuple[str, int], HyMoConfig], Path]:
+    """The configuration of every arm and seed, seeds outermost so that all arms have one run early; and their folder.
+
+    Raises:
+        ValueError: for an arm that there is not, fewer than one seed, no folder, or keys that do not fit together.
+    """
+    unknown = [name for name in arms if name not in ARMS]
+    if unknown:
+        raise ValueError(f"--arms: there is no {', '.join(map(repr, unknown))}; these work: {', '.join(ARMS)}")
+    if len(set(arms)) < len(arms):
+        raise ValueError(f"--arms: expected each once, got {' '.join(arms)}")
+    if seeds < 1:
+        raise ValueError(f"--seeds: expected at least 1, got {seeds}")
+    if base.run.output_dir is None:
+        raise ValueError("run.output_dir: expected the folder of the ablation, got null")
+    folder = Path(base.run.output_dir)
+    derived = {name: variant(base, name) for name in arms}
+    first = base.training.seed
+    return {
+        (name, seed): derive_config(
+            config,
+            **{
+                "training.seed": seed,
+                "run.name": run_name(name, seed),
+                "run.output_dir": str(folder / run_name(name, seed)),
+            },
+        )
+        for seed in range(first, first + seeds)
+        for name, config in derived.items()
+    }, folder
+
+
+def run_name(arm: str, seed: int) -> str:
+    """The name of a run and of its folder."""
+    return f"{arm}-{seed}"
+
+
+def variant(base: HyMoConfig, name: str) -> HyMoConfig:
+    """An arm's configuration, with as many parameters a token as the base has, as nearly as its width allows."""
+    arm = ARMS[name]
+    config = derive_config(base, **arm.changes(base.model))
+    if arm.width is None:
+        return config
+    key, wanted = f"model.{arm.width}", active(base)
+
+    def with_width(width: int) -> HyMoConfig:
+        return derive_config(config, **{key: width})
+
+    low, high = 8, 8
+    while active(with_width(high)) < wanted and high < 2**16:
+        low, high = high, 2 * high
+    while high - low > 8:
+        middle = (low + high) // 16 * 8
+        low, high = (middle, high) if active(with_width(middle)) < wanted else (low, middle)
+    return min((with_width(low), with_width(high)), key=lambda each: abs(active(each) - wanted))
+
+
+def active(config: HyMoConfig) -> float:
+    """Parameters that a token meets."""
+    return sum(part.active for part in model_parts(config.model, config.training.max_seq_len))
+
+
+def train(config: HyMoConfig, folder: Path) -> None:
+    """Runs one arm, unless it is done."""
+    if (folder / REPORT).exists():
+        print(f"{folder}: done before", flush=True)
+        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    resumed = holds_run(folder)
+    source = folder / CONFIG if resumed else folder.parent / f"{folder.name}.yaml"
+    if not resumed:
+        write_whole(source, to_yaml(config))
+    print(f"== {folder.name}", flush=True)
+    code = subprocess.run([sys.executable, str(PRETRAIN), str(source), *["--resume"] * resumed], check=False).returncode
+    if code == 2:
+        raise Refusal(f"{folder.name}: its run was refused, see the line above")
+    if code:
+        raise TrainingStopped(f"{folder.name}: its run ended with exit code {code}", exit_code=1)
+
+
+def read(folder: Path) -> Result:
+    """The last evaluation of a run that is done, and its median speed."""
+    records = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    scored = [record for record in records if record["kind"] == "eval"][-1]
+    # The first figure of a run has no speed yet.
+    speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second") is not None]
+    return Result(
+        scored["bits_per_byte"],
+        {name: source["bits_per_byte"] for name, source in scored["sources"].items()},
+        statistics.median(speeds) if speeds else float("nan"),
+    )
+
+
+def table(found: dict[tuple[str, int], Result], configs: dict[str, HyMoConfig]) -> Iterator[str]:
+    """Bits per byte of every arm: mean and spread over seeds, and how far from the first arm, seed by seed."""
+    arms = list(configs)
+    seeds = [seed for arm, seed in found if arm == arms[0]]
+    sources = list(next(iter(found.values())).sources)
+    of = f"mean ± standard deviation of {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
+    yield f"bits/byte on held-out text, {of}; difference to {arms[0]}, seed by seed"
+    heads = ["parameters", "a token", "bits/byte", "difference", "tokens/s", *sources]
+    yield f"{'arm':22s} {'family':10s} " + " ".join(f"{head:>18s}" for head in heads)
+    for arm in arms:
+        runs, first = ([found[name, seed] for seed in seeds] for name in (arm, arms[0]))
+        parts = model_parts(configs[arm].model, configs[arm].training.max_seq_len)
+        cells = [
+            f"{sum(part.stored for part in parts):,.0f}",
+            f"{active(configs[arm]):,.0f}",
+            spread([run.bits_per_byte for run in runs]),
+            spread([run.bits_per_byte - base.bits_per_byte for run, base in zip(runs, first, strict=True)], sign="+"),
+            f"{statistics.median(run.tokens_per_second for run in runs):,.0f}",
+            *(spread([run.sources[source] for run in runs]) for source in sources),
+        ]
+        yield f"{arm:22s} {ARMS[arm].family:10s} " + " ".join(f"{cell:>18s}" for cell in cells)
+
+
+def spread(values: list[float], *, sign: str = "") -> str:
+    """Mean and, of several, standard deviation."""
+    mean = f"{statistics.fmean(values):{sign}.4f}"
+    return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean
+
+
+if __name__ == "__main__" and (code := main()):
+    sys.exit(code)
