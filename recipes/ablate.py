@@ -5,7 +5,8 @@
 
 An arm is the base configuration with a few keys changed. Where that changes how many parameters a token meets, one
 width makes up for it. Every arm and seed is a run of `pretrain.py` in a folder of its own; called again, what is done
-stays, and what was interrupted goes on. What is asked wrongly is a line a problem and exit code 2, before any run begins.
+stays, and what was interrupted goes on. What is asked wrongly is a line a problem and exit code 2, before any run
+begins.
 """
 
 import json

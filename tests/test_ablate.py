@@ -81,7 +81,7 @@ def test_an_ablation_trains_every_arm_once_and_only_once(tmp_path: Path) -> None
     results = json.loads((tmp_path / "runs" / "ablation.json").read_text())
     assert [each["arm"] for each in results] == ["base", "value-skip"]
     assert results[0]["bits_per_byte"] != results[1]["bits_per_byte"]
-    assert all(2 < each["bits_per_byte"] < 12 for each in results)
+    assert all(0.5 < each["bits_per_byte"] < 8 for each in results)
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0, again.stderr
     assert again.stdout.count("done before") == 2
