@@ -80,7 +80,7 @@ class Result(NamedTuple):
 
     bits_per_byte: float
     sources: dict[str, float]
-    tokens_per_second: float
+    tokens_per_second: float | None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -202,7 +202,7 @@ def read(folder: Path) -> Result:
     return Result(
         scored["bits_per_byte"],
         {name: source["bits_per_byte"] for name, source in scored["sources"].items()},
-        statistics.median(speeds) if speeds else float("nan"),
+        statistics.median(speeds) if speeds else None,
     )
 
 
@@ -223,10 +223,15 @@ def table(found: dict[tuple[str, int], Result], configs: dict[str, HyMoConfig]) 
             f"{active(configs[arm]):,.0f}",
             spread([run.bits_per_byte for run in runs]),
             spread([run.bits_per_byte - base.bits_per_byte for run, base in zip(runs, first, strict=True)], sign="+"),
-            f"{statistics.median(run.tokens_per_second for run in runs):,.0f}",
+            speed([run.tokens_per_second for run in runs if run.tokens_per_second is not None]),
             *(spread([run.sources[source] for run in runs]) for source in sources),
         ]
         yield f"{arm:22s} {ARMS[arm].family:10s} " + " ".join(f"{cell:>18s}" for cell in cells)
+
+
+def speed(values: list[float]) -> str:
+    """The median."""
+    return f"{statistics.median(values):,.0f}" if values else "-"
 
 
 def spread(values: list[float], *, sign: str = "") -> str:
