@@ -254,7 +254,6 @@ def _load(path: Path, target: T, *, prefix: str, ranks: Ranks) -> T:
     leaves: dict[str, Tensor] = {prefix + name: leaf for name, leaf in tree.paths(target).items()}
 
     def check() -> FileSystemReader:
-        _check_content(path, ranks)
         reader = FileSystemReader(path)
         stored = {
             name: entry for name, entry in reader.read_metadata().state_dict_metadata.items() if name.startswith(prefix)
@@ -268,6 +267,8 @@ def _load(path: Path, target: T, *, prefix: str, ranks: Ranks) -> T:
             _check_leaf(path, name, entry, leaves[name])
         return reader
 
+    # First, by all: what was changed cannot be read, and each rank has looked at its share of the files only.
+    ranks.together(lambda: _check_content(path, ranks))
     reader = ranks.together(check)
     with _plain_errors(path):
         load(leaves, storage_reader=reader, process_group=ranks.saving, no_dist=ranks.world == 1)
@@ -372,16 +373,21 @@ def _published_whole(target: Path) -> Iterator[Path]:
 
 def _move(partial: Path, target: Path) -> None:
     """Gives what is whole its name."""
-    # A run that was set back comes by the same step again.
-    if target.is_dir():
-        _remove(target)
+    # A run that was set back comes by the same step again: what was there goes last.
+    replaced = _taken_aside(target) if target.is_dir() else None
     partial.rename(target)
     _sync_folder(target.parent)
+    if replaced:
+        _delete(replaced)
 
 
 def _remove_older(root: Path, newest: Path, *, keep_last: int, keep_every: int | None) -> None:
-    """Only complete ones count, and only they and what was never finished go."""
+    """Only complete ones count, and only they and what was never finished go.
+
+    Later ones than the newest are of before the run was set back, perhaps because they are damaged: they count last.
+    """
     others = [path for path in _newest_first(root) if path != newest and _is_complete(path)]
+    others.sort(key=lambda path: _step_of(path) > _step_of(newest))
     for path in others[keep_last - 1 :]:
         if keep_every is None or _step_of(path) % keep_every:
             _remove(path)
@@ -404,10 +410,14 @@ def _writer_of(path: Path) -> int:
 
 def _remove(path: Path) -> None:
     """Takes a checkpoint away; at no moment is a part of it under its name."""
+    _delete(_taken_aside(path))
+
+
+def _taken_aside(path: Path) -> Path:
     aside = _aside(path).with_suffix(".removed.partial")
     _delete(aside)
     path.rename(aside)
-    _delete(aside)
+    return aside
 
 
 def _delete(path: Path) -> None:

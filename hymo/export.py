@@ -82,7 +82,10 @@ def export_model(
     partial.mkdir(parents=True)
     try:
         leaves = tree.paths(tree.map(lambda leaf, kind: leaf.to(kind), model.params, _dtypes(model.config, dtype)))
-        save_file({name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()}, partial / WEIGHTS)
+        try:
+            save_file({name: leaf.detach().cpu().contiguous() for name, leaf in leaves.items()}, partial / WEIGHTS)
+        except SafetensorError as error:
+            raise OSError(f"export {target}: {WEIGHTS} cannot be written ({error})") from None
         (partial / DESCRIPTION).write_text(json.dumps(_description(model.config, step, dtype), indent=1) + "\n")
         tokenizer.save(partial / TOKENIZER)
         settings = _tokenizer_settings(model.config)

@@ -44,5 +44,10 @@ class Saver:
         if pending is not None:
             pending.result()
 
+    def close(self) -> None:
+        """Returns when nothing is being written, whether or not that succeeds."""
+        if self._thread is not None:
+            self._thread.shutdown()
+
     def _save(self, state: TrainState, meta: Provenance) -> None:
         self._told(self._publish(state, meta=meta))

@@ -180,6 +180,7 @@ class Trainer:
         last = total if max_steps is None else min(total, self.step + max_steps)
         unread: Unread | None = None
         evaluation: Evaluation | None = None
+        is_due = False
         if self._ranks.is_lead:
             self._progress.go_on(self.step, tracker=self._open_tracker())
         while self.step < last:
@@ -194,17 +195,18 @@ class Trainer:
                 unread = Unread(self.step, self.samples, metrics)
             is_last = self.step == last
             evaluates = is_last or self.step % training.eval_interval == 0
-            saves = is_last or self.step % training.save_interval == 0
-            if evaluates or saves:
-                self._read(unread)
+            is_due = is_due or is_last or self.step % training.save_interval == 0
+            saves = False
+            if evaluates or is_due:
+                # A checkpoint from among skipped steps would push out one from before what led to them.
+                skipped = self._read(unread)
+                saves = is_due and (is_last or not skipped)
                 unread = None
-            try:
-                evaluation = self.evaluate() if evaluates else None
-            except _Asked:
-                self._save_and_stop()
+            evaluation = self.evaluate() if evaluates else None
             leaks = evaluation is not None and evaluation.bits_per_byte < SUSPECTED_LEAK
             if saves or leaks:
                 self.save()
+                is_due = False
             if leaks:
                 self._finish_saving()
                 raise TrainingStopped(
@@ -216,19 +218,25 @@ class Trainer:
         return evaluation
 
     def evaluate(self) -> Evaluation:
-        """Scores the validation data, prints and records the result."""
-        evaluation = compute_validation_loss(
-            self.state.params,
-            self._unless_asked(
-                self._data.validation_batches(self.config, rank=self._ranks.rank, world=self._ranks.world)
-            ),
-            cfg=self.config.model,
-            token_bytes=self._data.tokenizer.token_bytes(),
-            sources=[source.name for source in self._data.validation],
-            backend=self._sharded_backend,
-            compile=self.config.training.compile,
-            ranks=self._ranks,
-        )
+        """Scores the validation data, prints and records the result.
+
+        Raises:
+            TrainingStopped: if `stop` asks for it, once the state is saved.
+        """
+        batches = self._data.validation_batches(self.config, rank=self._ranks.rank, world=self._ranks.world)
+        try:
+            evaluation = compute_validation_loss(
+                self.state.params,
+                self._unless_asked(batches),
+                cfg=self.config.model,
+                token_bytes=self._data.tokenizer.token_bytes(),
+                sources=[source.name for source in self._data.validation],
+                backend=self._sharded_backend,
+                compile=self.config.training.compile,
+                ranks=self._ranks,
+            )
+        except _Asked:
+            self._save_and_stop()
         if self._ranks.is_lead:
             self._progress.tell_evaluation(self.step, evaluation)
         return evaluation
@@ -275,8 +283,9 @@ class Trainer:
         return meta.step
 
     def close(self) -> None:
-        """Stops reading ahead, closes the shards and what was tracked, and lets go of the folder."""
+        """Stops reading ahead, lets a checkpoint be finished, closes shards and trackers, and lets go of the folder."""
         self._loader.close()
+        self._saver.close()
         self._profiler.close()
         if self._tracker is not None:
             self._tracker.close()
@@ -304,6 +313,7 @@ class Trainer:
             failure = error
         code = self._ranks.worst(2 if failure else 1 if self._stop() else 0)
         if code == 2:
+            self._finish_saving()
             try:
                 self._ranks.together(lambda: _raise_if(failure))
             except ValueError as error:
@@ -343,10 +353,10 @@ class Trainer:
         if self._ranks.is_lead:
             print(f"saved {path.name}", flush=True)
 
-    def _read(self, unread: Unread | None) -> None:
-        """Reports a step if it is due or was skipped, and ends the run if too many in a row were."""
+    def _read(self, unread: Unread | None) -> int:
+        """Reports a step if it is due or was skipped, and ends the run if too many in a row were; returns how many."""
         if unread is None:
-            return
+            return 0
         skipped, budget = int(unread.metrics.skipped), self.config.training.nan_skip_budget
         interval, total = self.config.training.log_interval, self.config.scheduler.total_steps
         if self._ranks.is_lead and (skipped or unread.step in (1, total) or unread.step % interval == 0):
@@ -359,6 +369,7 @@ class Trainer:
                 f" {unread.step}, {budget} are allowed; the last good checkpoint is {good or 'none yet'}",
                 exit_code=1,
             )
+        return skipped
 
 
 class _Asked(Exception):

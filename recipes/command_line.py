@@ -45,6 +45,7 @@ def execute(name: str, job: Callable[[], object]) -> int:
     if isinstance(sys.stdout, io.TextIOWrapper):
         # A letter that the terminal does not have must not end a run of hours.
         sys.stdout.reconfigure(errors="replace")
+    is_alone = False
     try:
         job()
         sys.stdout.flush()
@@ -66,9 +67,13 @@ def execute(name: str, job: Callable[[], object]) -> int:
         if not _is_out_of_memory(error):
             raise
         code, message = 1, f"memory is not enough: {(str(error).splitlines() or ['no more'])[0]}"
-    # What ranks find together the first one tells.
-    for line in message.splitlines() if os.environ.get("RANK", "0") == "0" else ():
-        print(f"{name}: {line}", file=sys.stderr)
+        is_alone = True
+    # What ranks find together the first one of each machine tells; it may lack a file that others have.
+    rank = os.environ.get("RANK", "0")
+    teller = os.environ.get("LOCAL_RANK", rank) == "0"
+    who = name if rank == "0" else f"{name}: rank {rank}"
+    for line in message.splitlines() if teller or is_alone else ():
+        print(f"{who}: {line}", file=sys.stderr)
     return code
 
 

@@ -7,7 +7,9 @@ Copies are left out, exact and near, across all sources; documents are filtered,
 was killed goes on where it was, what is finished is left alone. What is asked wrongly is a line a problem, exit code 2.
 """
 
+import json
 import os
+import re
 import shlex
 import sys
 import time
@@ -19,6 +21,9 @@ from command_line import Parser, execute, user_errors
 from hymo.config_yaml import load_sections
 from hymo.data import PreparedCorpus, prepare
 from hymo.data.preparation import PrepareConfig
+
+# What YAML reads as no text.
+_WORDS = ("null", "true", "false", "yes", "no", "on", "off", "y", "n")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,18 +65,27 @@ def training_keys(config: PrepareConfig, prepared: PreparedCorpus, totals: Mappi
     """The keys that make a training run read the folder; sources without a weight have that of their tokens."""
     tokens = {each.name: totals[each.name, "train"] for each in config.corpus.sources}
     given = {
-        each.name: each.weight or round(tokens[each.name] / sum(tokens.values()), 4) for each in config.corpus.sources
+        each.name: each.weight or max(round(tokens[each.name] / sum(tokens.values()), 4), 1e-4)
+        for each in config.corpus.sources
     }
     # What rounding leaves goes to the largest.
     largest = max(given, key=lambda name: given[name])
     given[largest] += 1 - sum(given.values())
-    sources = ", ".join(f"{{name: {name}, weight: {given[name]:.6g}, tokens: {tokens[name]}}}" for name in tokens)
+    sources = ", ".join(
+        f"{{name: {_quoted(name)}, weight: {given[name]:.6g}, tokens: {tokens[name]}}}" for name in tokens
+    )
     return [
         "data.corpus=null",
         f"data.folder={Path(prepared.directory).absolute()}",
         f"data.sources=[{sources}]",
         f"model.vocab_size={prepared.tokenizer.vocab_size}",
     ]
+
+
+def _quoted(name: str) -> str:
+    """As YAML has a text: in quotes if it would be something else without."""
+    is_plain = re.fullmatch(r"[A-Za-z_][\w-]*", name) and name.lower() not in _WORDS
+    return name if is_plain else json.dumps(name, ensure_ascii=False)
 
 
 def available_cores() -> int:

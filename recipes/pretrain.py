@@ -156,6 +156,10 @@ def train(trainer: Trainer, folder: Path, *, data: RunData, ranks: Ranks) -> Non
     if trainer.step == total:
         tell(ranks, f"done at step {total}; a higher scheduler.total_steps goes on")
         if not ranks.led((folder / REPORT).exists):
+            # It was stopped after its last step, perhaps in the evaluation.
+            evaluation = trainer.evaluate()
+            if ranks.is_lead:
+                compare(evaluation, data)
             finish(trainer, folder, data=data, ranks=ranks)
         return
     on = f"{ranks.world} x {trainer.device.type}" if ranks.world > 1 else trainer.device.type

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from glob import glob
+from itertools import chain
 from pathlib import Path
 
 from command_line import Parser, execute, user_errors
@@ -35,6 +36,10 @@ def run(arguments: Sequence[str]) -> None:
     parser.add_argument("--max-bytes", type=int, default=500_000_000, help="text in all, an equal part of each file")
     parser.add_argument("--column", default="text", help="field of a record that holds the document (default text)")
     asked = parser.parse_args(arguments)
+    if Path(asked.output).exists():
+        raise ValueError(f"output: expected a new file, got {asked.output}, which is there already")
+    if asked.max_bytes < 1:
+        raise ValueError(f"--max-bytes: expected at least 1, got {asked.max_bytes}")
     paths = [Path(path) for path in sorted({path for pattern in asked.files for path in glob(pattern)})]
     if not paths:
         raise ValueError(f"files: {' '.join(asked.files)} finds none")
@@ -44,7 +49,13 @@ def run(arguments: Sequence[str]) -> None:
     texts = (
         text for path in paths for text in read_some(path, source, most=asked.max_bytes // len(paths), sizes=sizes)
     )
-    tokenizer = train_bpe_tokenizer(texts, vocab_size=asked.vocab_size, output_path=asked.output)
+    first = next(texts, None)
+    if first is None:
+        raise ValueError(
+            f"files: none of {' '.join(asked.files)} begins with a document that passes the filters and fits into"
+            f" {asked.max_bytes // len(paths):,} bytes, its part of --max-bytes"
+        )
+    tokenizer = train_bpe_tokenizer(chain([first], texts), vocab_size=asked.vocab_size, output_path=asked.output)
     print(
         f"{asked.output}: {tokenizer.vocab_size} ids, trained on {sum(sizes):,} bytes of {len(sizes):,} documents in "
         f"{time.perf_counter() - begun:.0f} s"

@@ -100,6 +100,30 @@ def test_milestones_stay_and_so_do_as_many_as_were_asked_for(tmp_path: Path) -> 
     assert names(tmp_path) == ["latest", "step_00000003", "step_00000006", "step_00000007"]
 
 
+def test_a_replaced_one_goes_only_when_its_successor_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(tmp_path, 2)
+    before, rename, kept = (path / META).read_bytes(), Path.rename, []
+
+    def watched(found: Path, target: Path) -> Path:
+        if found.name == ".step_00000002.partial":
+            kept.extend(each.read_bytes() for each in tmp_path.glob(f"*step_00000002.removed*/{META}"))
+        return rename(found, target)
+
+    monkeypatch.setattr(Path, "rename", watched)
+    save(tmp_path, 2)
+    assert kept == [before]
+    assert names(tmp_path) == ["latest", "step_00000002"]
+
+
+def test_what_a_run_was_set_back_from_does_not_push_out_a_good_one(tmp_path: Path) -> None:
+    good, bad = save(tmp_path, 2), save(tmp_path, 4)
+    content = bytearray((bad / "__0_0.distcp").read_bytes())
+    content[-1] ^= 0xFF
+    (bad / "__0_0.distcp").write_bytes(content)
+    newest = save(tmp_path, 3)
+    assert names(tmp_path) == ["latest", good.name, newest.name]
+
+
 def test_a_save_that_dies_leaves_the_last_one_valid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     good = save(tmp_path, 2)
 

@@ -11,6 +11,7 @@ import yaml
 from tiny_run import run_config, text
 
 from hymo.config import derive_config
+from hymo.config_yaml import load_config
 from hymo.data import ExtendedTokenizer
 from hymo.run_data import open_run_data
 
@@ -104,3 +105,48 @@ def test_a_tokenizer_is_trained_on_files(texts: Path, tmp_path: Path, capsys: py
     assert "of 2 documents" in line
     assert main([str(tmp_path / "four"), "/nowhere/*.txt"]) == 2
     assert "files: /nowhere/*.txt finds none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("output", "more", "line"),
+    [
+        ("texts/a.jsonl", [], "output: expected a new file, got texts/a.jsonl, which is there already"),
+        ("new", ["--max-bytes", "0"], "--max-bytes: expected at least 1, got 0"),
+        ("new", ["--max-bytes", "9"], "files: none of texts/b.jsonl begins with a document that"),
+        ("texts/a.jsonl/new", [], "texts/a.jsonl"),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_is_one_line_and_costs_no_file(
+    output: str,
+    more: list[str],
+    line: str,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = {path: path.read_bytes() for path in texts.iterdir()}
+    assert recipe("train_tokenizer").main([output, "texts/b.jsonl", "--vocab-size", "300", *more]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"train_tokenizer: {line}")
+    assert len(error.splitlines()) == 1
+    assert {path: path.read_bytes() for path in texts.iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+@pytest.mark.parametrize("name", ["null", "a, b: c", "1"])
+def test_any_name_and_size_of_a_source_can_be_trained_on(
+    name: str, texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (texts / "tiny.txt").write_text("tiny")
+    (texts / "large.txt").write_text(text(1, words=200_000))
+    sources = [{"name": name, "files": [f"{texts}/tiny.txt"]}, {"name": "b", "files": [f"{texts}/large.txt"]}]
+    asked = {"corpus.folder": tmp_path / "out", "corpus.sources": json.dumps(sources), "tokenizer.vocab_size": 300}
+    keys = [OPEN, "validation.bytes=0", *(f"{key}={value}" for key, value in asked.items())]
+    assert recipe("prepare_data").main([*keys, "--workers", "1"]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    (given,) = [word for word in shlex.split(line) if word.startswith("data.sources=")]
+    config = load_config(ROOT / "recipes" / "configs" / "tiny.yaml", ["data.corpus=null", given])
+    assert [each.name for each in config.data.sources] == [name, "b"]
+    assert config.data.sources[0].weight == 1e-4

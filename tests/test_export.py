@@ -12,6 +12,7 @@ import pytest
 import torch
 from configs import tiny_config, windows
 from safetensors import safe_open
+from test_checkpoint import files_of_at_most
 from tiny_run import prepare, run_config, text
 
 from hymo import tree
@@ -122,6 +123,12 @@ def test_a_folder_that_is_there_is_kept(tokenizer: ExtendedTokenizer, tmp_path: 
     with pytest.raises(ValueError, match="the tokenizer has 512 ids, the model 600"):
         export_model(tmp_path / "new", other, tokenizer=tokenizer, step=0)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
+def test_a_full_disk_is_an_os_error_and_leaves_nothing(tokenizer: ExtendedTokenizer, tmp_path: Path) -> None:
+    with files_of_at_most(20_000), pytest.raises(OSError, match=r"^export .*model.safetensors cannot be written \("):
+        export_model(tmp_path / "model", MODEL, tokenizer=tokenizer, step=7)
+    assert not list(tmp_path.iterdir())
 
 
 def recipe(name: str) -> Any:

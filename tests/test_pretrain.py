@@ -62,6 +62,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert spec.loader is not None
     recipe = util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
+    monkeypatch.setattr(recipe, "SAMPLE_TOKENS", 8)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
@@ -81,7 +82,8 @@ def config(data: Path, tmp_path: Path) -> Path:
 
 
 def write_config(path: Path, prepared: Path, **changes: Any) -> Path:
-    both = {"scheduler": {"total_steps": 4}, "training": {"eval_interval": 2}, **changes}
+    training = {"micro_batch_size": 4, "gradient_accumulation_steps": 1, "eval_interval": 2}
+    both = {"scheduler": {"total_steps": 4}, "training": training, **changes}
     path.write_text(to_yaml(run_config(prepared, **both)))
     return path
 

@@ -1,14 +1,16 @@
 """What the README says can be typed, and is true."""
 
+import os
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
+from several_ranks import CONTEXT
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -19,12 +21,26 @@ COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.spl
 SHORTER = ["scheduler.total_steps=2", "training.max_seq_len=64", "training.compile=none", "data.val_tokens=64"]
 
 
-def run(*arguments: str, folder: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, capture_output=True, text=True, check=False, timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def run(*arguments: str, folder: Path, logs: tuple[Path, Path]) -> str:
+    """What the program prints, in a process that has imported torch already; `logs` take both its streams."""
+    process = CONTEXT.Process(target=_program, args=(arguments, folder, logs), daemon=True)
+    process.start()
+    process.join(120)
+    if process.exitcode is None:
+        process.kill()
+    assert process.exitcode == 0, (arguments, logs[1].read_text())
+    return logs[0].read_text()
+
+
+def _program(arguments: tuple[str, ...], folder: Path, logs: tuple[Path, Path]) -> None:
+    os.chdir(folder)
+    for number, log in enumerate(logs, start=1):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    sys.stdout = os.fdopen(1, "w", buffering=1)
+    sys.stderr = os.fdopen(2, "w", buffering=1)
+    sys.argv = list(arguments)
+    sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
+    runpy.run_path(arguments[0], run_name="__main__")
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
@@ -60,7 +76,7 @@ def test_commands_work_in_their_order(tmp_path: Path) -> None:
     (tmp_path / "texts").mkdir()
     for name, text in list(topics.items())[:40]:
         (tmp_path / "texts" / f"{name}.txt").write_text(text)
-    for command in rest:
+    for number, command in enumerate(rest):
         words = shlex.split(command)[1:]
         if "run.output_dir=own" in words:
             words += SHORTER
@@ -70,7 +86,7 @@ def test_commands_work_in_their_order(tmp_path: Path) -> None:
             words = [word for word in words if not word.startswith("scheduler.total_steps")] + SHORTER
         if "recipes/generate.py" in words:
             words += ["--max-new-tokens", "5"]
-        assert run(*words, folder=tmp_path)
+        assert run(*words, folder=tmp_path, logs=(tmp_path / f"{number}.out", tmp_path / f"{number}.err"))
     assert (tmp_path / "trial" / "report.html").is_file()
     assert (tmp_path / "exported" / "model.safetensors").is_file()
 

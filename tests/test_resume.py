@@ -18,11 +18,12 @@ from test_pretrain import write_config
 from tiny_run import prepare, run_config
 
 from hymo import tree
-from hymo.checkpoint import find_latest, load_params, read_meta
+from hymo.checkpoint import find_latest, load_params, read_meta, save_checkpoint
 from hymo.config import HyMoConfig
 from hymo.model import model_spec
 from hymo.run_data import open_run_data
 from hymo.run_folder import holds_run
+from hymo.trainer import Trainer
 
 TIMES = ("tokens_per_second", "seconds", "eta_seconds")
 
@@ -155,10 +156,26 @@ def test_a_checkpoint_beside_training_is_that_of_its_step(
     assert folders == ["latest", "step_00000007", "step_00000008"]
 
 
+def test_closing_lets_a_checkpoint_beside_training_be_finished(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slow(*args: Any, **options: Any) -> Path:
+        time.sleep(0.3)
+        return save_checkpoint(*args, **options)
+
+    monkeypatch.setattr("hymo.saver.save_checkpoint", slow)
+    cfg = config(data, rows=4, async_save=True)
+    trainer = Trainer(cfg, data=open_run_data(cfg, tmp_path), folder=tmp_path)
+    trainer.save()
+    assert find_latest(tmp_path / "checkpoints") is None
+    trainer.close()
+    assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_00000000"
+
+
 @pytest.mark.parametrize(
     ("fault", "message", "code"),
     [
-        ("not finite", r"nan_skip_budget: .* 3 times in a row up to step 5, 2 are allowed.*step_00000004", 1),
+        ("not finite", r"nan_skip_budget: .* 3 times in a row up to step 5, 2 are allowed.*step_00000002", 1),
         ("damaged data", r"token id 60000 at position 7 is not in 0 to 511; stopped after step 2", 2),
         ("full disk", r"No space left on device", 1),
     ],
@@ -166,12 +183,14 @@ def test_a_checkpoint_beside_training_is_that_of_its_step(
 def test_what_befalls_one_rank_ends_all_and_keeps_the_last_good_checkpoint(
     data: Path, tmp_path: Path, fault: str, message: str, code: int
 ) -> None:
-    cfg = config(data, rows=2, save_interval=2, nan_skip_budget=2)
+    # Beside training a checkpoint may still be on its way when the data fails.
+    beside = fault == "damaged data"
+    cfg = config(data, rows=2, save_interval=2, nan_skip_budget=2, async_save=beside)
     for found in on_ranks(2, partial(programs.train, cfg, tmp_path, fault=fault)):
         assert found.stopped is not None
         assert re.search(message, found.stopped[0])
         assert found.stopped[1] == code
-    kept = {"not finite": 4, "damaged data": 2, "full disk": None}[fault]
+    kept = {"not finite": 2, "damaged data": 2, "full disk": None}[fault]
     newest = find_latest(tmp_path / "checkpoints")
     assert (newest and read_meta(newest).step) == kept
     if fault == "not finite":
@@ -243,17 +262,21 @@ def test_a_signal_in_any_phase_saves_and_exits_0_and_the_run_goes_on(
         assert records(place) == records(whole)
 
 
-def test_a_truncated_shard_is_refused_by_name_and_the_one_before_is_used(
-    trial: Path, tmp_path: Path, whole: Path
+@pytest.mark.parametrize(
+    ("file", "said"), [("__1_0.distcp", r"has \d+ bytes, \d+ expected"), (".metadata", "is damaged, its sha256 is .*")]
+)
+def test_a_damaged_file_is_refused_by_name_and_the_checkpoint_before_is_used(
+    trial: Path, tmp_path: Path, whole: Path, file: str, said: str
 ) -> None:
     place, log = tmp_path / "place", tmp_path / "log"
     assert on_ranks(2, partial(programs.run, arguments(trial, place), log)) == [0, 0]
-    shard = place / "checkpoints" / "step_00000006" / "__1_0.distcp"
-    shard.write_bytes(shard.read_bytes()[:-1])
+    damaged = place / "checkpoints" / "step_00000006" / file
+    content = damaged.read_bytes()
+    damaged.write_bytes(content[:-1] if file.endswith("distcp") else b"\xff" * len(content))
     log.unlink()
     assert on_ranks(2, partial(programs.run, arguments(trial, place, "--resume"), log)) == [0, 0]
     told = log.read_text()
-    assert re.search(r"step_00000006: __1_0\.distcp has \d+ bytes, \d+ expected; .*: passed over\n", told)
+    assert re.search(rf"step_00000006: {re.escape(file)} {said}; .*: passed over\n", told)
     assert "going on after step 4\n" in told
     assert_same(_state(place), _state(whole))
 

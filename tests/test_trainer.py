@@ -216,6 +216,17 @@ def test_too_many_skipped_steps_end_the_run_and_keep_the_good_checkpoint(
     assert find_latest(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step_00000002"
 
 
+def test_no_checkpoint_is_made_among_skipped_steps_but_after_the_first_good_one(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = {"nan_skip_budget": 5, "save_interval": 2, "eval_interval": 100, "keep_last": 10}
+    trainer = open_trainer(run_config(data, training=training, scheduler={"total_steps": 9}), tmp_path)
+    poison(trainer, monkeypatch, steps={3, 4, 5, 6})
+    trainer.train()
+    kept = sorted(path.name for path in (tmp_path / "checkpoints").glob("step_*"))
+    assert kept == [f"step_{step:08d}" for step in (2, 7, 8, 9)]
+
+
 def test_a_shard_damaged_after_the_start_stops_the_run(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ from hymo.data.fates import Fate, decide, source_ranges
 from hymo.data.hub import count_files, read_hub, resolve_revision
 from hymo.data.parts import PASSED, Part, append_numbers, map_numbers, open_part, write_part
 from hymo.data.preparation import PrepareConfig, TextConfig
-from hymo.data.readers import read_file
+from hymo.data.readers import format_of, read_file
 from hymo.data.record import read_json
 from hymo.data.shards import MANIFEST, Manifest, Shard, find_shard, read_manifest, write_manifest, write_shard
 from hymo.data.tokenizer import ExtendedTokenizer, train_bpe_tokenizer
@@ -185,6 +185,8 @@ def _files(source: TextConfig) -> list[Path]:
     files = [Path(path) for path in found if Path(path).is_file()]
     if not files:
         raise ValueError(f"corpus.sources: {source.name} has no files; {' '.join(source.files)} finds none")
+    for path in files:
+        format_of(path)
     return files
 
 

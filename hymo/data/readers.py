@@ -47,12 +47,7 @@ def read_file(path: Path, source: TextConfig, *, limit: int) -> Iterator[Read]:
         ValueError: if the format is unknown, a package to read it is missing, the file is damaged, or a column is
             missing in all of it.
     """
-    stem, compression = (path.stem, path.suffix) if path.suffix in _OPENERS else (path.name, "")
-    form = Path(stem).suffix
-    if form not in _FORMATS or (form == ".parquet" and compression):
-        raise ValueError(
-            f"{path}: expected {', '.join(_FORMATS)}, the first two also .gz .xz .bz2 .zst, got {path.name}"
-        )
+    form, compression = format_of(path)
     if form == ".parquet":
         yield from _read_parquet(path, source, limit)
         return
@@ -78,6 +73,25 @@ def read_file(path: Path, source: TextConfig, *, limit: int) -> Iterator[Read]:
         if error.errno is None:
             raise ValueError(f"{path}: it is damaged ({error}); get it again") from None
         raise
+
+
+def format_of(path: Path) -> tuple[str, str]:
+    """The format and the compression that a file's name says, such as .jsonl and .gz.
+
+    Raises:
+        ValueError: if the format is unknown, or a package to read it is missing.
+    """
+    stem, compression = (path.stem, path.suffix) if path.suffix in _OPENERS else (path.name, "")
+    form = Path(stem).suffix
+    if form not in _FORMATS or (form == ".parquet" and compression):
+        raise ValueError(
+            f"{path}: expected {', '.join(_FORMATS)}, the first two also .gz .xz .bz2 .zst, got {path.name}"
+        )
+    if form == ".parquet":
+        package("pyarrow", "parquet")
+    if compression == ".zst":
+        _zstd()
+    return form, compression
 
 
 def document_of(record: Any, source: TextConfig, *, limit: int) -> str:

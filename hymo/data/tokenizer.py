@@ -124,8 +124,12 @@ class ExtendedTokenizer:
         target = Path(path)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-        partial.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
-        os.replace(partial, target)
+        try:
+            partial.write_text(self._tokenizer.to_str(pretty=True), encoding="utf-8")
+            os.replace(partial, target)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
 
     @cached_property
     def fingerprint(self) -> str:

@@ -212,6 +212,11 @@ def test_a_source_of_which_nothing_is_left_is_told_and_leaves_nothing(inputs: Pa
     with pytest.raises(ValueError, match=r"bad has no files; /nowhere/\*.txt finds none"):
         prepare(missing, tell=quiet)
     assert not (tmp_path / "data").exists()
+    (tmp_path / "notes.md").write_text("x")
+    source = {"name": "bad", "files": [f"{inputs}/web*", str(tmp_path / "notes.md")]}
+    with pytest.raises(ValueError, match=r"notes.md: expected .txt, .jsonl, .parquet, the first two also .gz"):
+        prepare(config(inputs, tmp_path / "data", corpus={"sources": [source]}), tell=quiet)
+    assert not (tmp_path / "data").exists()
 
 
 def test_hostile_documents_are_kept_to_the_byte(inputs: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_second_derivative_of_a_fast_form_is_an_error(form: str):
 
 @forms
 @given(case=scan_cases())
-@settings(max_examples=25)
+@settings(max_examples=16)
 @example(case=PLAIN)
 @example(case=PLAIN._replace(gates="strong", time=33, group=1))
 @example(case=PLAIN._replace(gates="zero", keys="identical", betas="one"))
@@ -118,7 +118,7 @@ def test_form_equals_definition_in_fp64(form: str, case: ScanCase):
 
 @forms
 @given(case=scan_cases())
-@settings(max_examples=25)
+@settings(max_examples=16)
 @example(case=PLAIN)
 @example(case=PLAIN._replace(gates="strong"))
 @example(case=PLAIN._replace(gates="gentle", keys="identical", betas="two"))

@@ -125,7 +125,7 @@ INTERPRETED = (
     Case(2, 130, 1, 1, 32, 16, norm=False),
     Case(1, 150, 1, 1, 16, 16, bounds=(0, 20, 20, 97, 140)),
     Case(1, 80, 1, 2, 24, 16, in_kernel=True, resets=(3,)),
-    Case(1, 64 * 20, 1, 1, 16, 16, gate=-0.5, state=False),
+    Case(1, 64 * 17, 1, 1, 16, 16, gate=-0.5, state=False),
 )
 
 
