@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -304,11 +304,27 @@ class Trainer:
         return self._data.loader(self.config, self.samples, rank=self._ranks.rank, world=self._ranks.world)
 
     def _next_batch(self) -> Batch | None:
-        """The next step's rows on this rank; None if training is to stop. All ranks find the same."""
-        batch: Batch | None = None
+        """The next step's rows on this rank; None if training is to stop."""
+        found = self._agreed(lambda: next(self._loader))
+        return None if found is _ASKED else found.batch
+
+    def _unless_asked(self, batches: Iterator[SourcedBatch]) -> Iterator[SourcedBatch]:
+        """The batches of this rank, of which all have as many, until one is asked to stop."""
+        while (found := self._agreed(lambda: next(batches, None))) is not None:
+            if found is _ASKED:
+                raise _Asked
+            yield found
+
+    def _agreed(self, read: Callable[[], Any]) -> Any:
+        """What `read` returns, or `_ASKED` if a rank is asked to stop. All ranks find the same.
+
+        Raises:
+            TrainingStopped: if the data of a rank is damaged.
+        """
+        found: Any = None
         failure: ValueError | None = None
         try:
-            batch = next(self._loader).batch
+            found = read()
         except ValueError as error:
             failure = error
         code = self._ranks.worst(2 if failure else 1 if self._stop() else 0)
@@ -318,14 +334,7 @@ class Trainer:
                 self._ranks.together(lambda: _raise_if(failure))
             except ValueError as error:
                 raise TrainingStopped(f"{error}; stopped after step {self.step}", exit_code=2) from error
-        return None if code else batch
-
-    def _unless_asked(self, batches: Iterator[SourcedBatch]) -> Iterator[SourcedBatch]:
-        """The batches, until a rank is asked to stop."""
-        for batch in batches:
-            if self._ranks.worst(1 if self._stop() else 0):
-                raise _Asked
-            yield batch
+        return _ASKED if code else found
 
     def _save_and_stop(self) -> NoReturn:
         if self._saved_step != self.step:
@@ -370,6 +379,10 @@ class Trainer:
                 exit_code=1,
             )
         return skipped
+
+
+_ASKED = object()
+"""In place of data: training is to stop."""
 
 
 class _Asked(Exception):

@@ -17,7 +17,7 @@ from hymo.checkpoint import load_checkpoint
 from hymo.config import HyMoConfig
 from hymo.data import BatchLoader
 from hymo.distributed import joined
-from hymo.run_data import open_run_data
+from hymo.run_data import RunData, open_run_data
 from hymo.sharding import whole_views
 from hymo.trainer import Trainer, TrainingStopped
 
@@ -67,12 +67,19 @@ def train(
                 raise ValueError("source prose: token id 60000 at position 7 is not in 0 to 511")
             return take(loader)
 
+        def damaged_validation(*_: Any, **__: Any) -> Any:
+            yield from taken
+            raise ValueError("source code: token id 60000 at position 9 is not in 0 to 511")
+
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
         trainer._compiled, take = step, BatchLoader.__next__
         if is_struck and fault == "damaged data":
             BatchLoader.__next__ = damaged  # type: ignore[method-assign]
+        if is_struck and fault == "damaged validation":
+            taken = list(trainer._data.validation_batches(config, rank=ranks.rank, world=ranks.world))[:1]
+            RunData.validation_batches = damaged_validation  # type: ignore[method-assign]
         if is_struck and fault == "full disk":
             torch.distributed.checkpoint.filesystem._write_item = full
         stopped = None

@@ -177,6 +177,7 @@ def test_closing_lets_a_checkpoint_beside_training_be_finished(
     [
         ("not finite", r"nan_skip_budget: .* 3 times in a row up to step 5, 2 are allowed.*step_00000002", 1),
         ("damaged data", r"token id 60000 at position 7 is not in 0 to 511; stopped after step 2", 2),
+        ("damaged validation", r"token id 60000 at position 9 is not in 0 to 511; stopped after step 8", 2),
         ("full disk", r"No space left on device", 1),
     ],
 )
@@ -190,7 +191,7 @@ def test_what_befalls_one_rank_ends_all_and_keeps_the_last_good_checkpoint(
         assert found.stopped is not None
         assert re.search(message, found.stopped[0])
         assert found.stopped[1] == code
-    kept = {"not finite": 2, "damaged data": 2, "full disk": None}[fault]
+    kept = {"not finite": 2, "damaged data": 2, "damaged validation": 6, "full disk": None}[fault]
     newest = find_latest(tmp_path / "checkpoints")
     assert (newest and read_meta(newest).step) == kept
     if fault == "not finite":
