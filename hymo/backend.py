@@ -99,11 +99,16 @@ TRITON = EAGER._replace(
 )
 """Triton's kernels, for 16-bit activations on an NVIDIA GPU; what they do not serve is an error."""
 
+AUTO = EAGER._replace(
+    scan=gated_delta_rule, linear_scan=gated_linear_scan, conv=causal_conv1d, logit_budget=GPU_LOGIT_BUDGET
+)
+"""Triton's kernels for what they serve on a GPU, and plain PyTorch for the rest."""
+
 
 def choose_backend(training: TrainingConfig, device: torch.device | str) -> Backend:
     """The operations that `training.backend` asks for on a device, computing in `training.precision`.
 
-    `auto` is `triton` where that is available and `eager` elsewhere.
+    `auto` takes Triton's kernels where they are available and serve what is asked, and plain PyTorch elsewhere.
 
     Raises:
         ValueError: if they are not available there.
@@ -111,11 +116,11 @@ def choose_backend(training: TrainingConfig, device: torch.device | str) -> Back
     missing = _triton_is_missing(training, torch.device(device))
     if training.backend == "triton" and missing:
         raise ValueError(f"training.backend: triton is not available, {missing}; auto and eager work")
-    if training.backend == "eager" or missing:
-        on_gpu = torch.device(device).type == "cuda"
-        backend = EAGER._replace(logit_budget=GPU_LOGIT_BUDGET) if on_gpu else EAGER
+    if torch.device(device).type != "cuda":
+        backend = EAGER
     else:
-        backend = TRITON
+        on_gpu = {"auto": AUTO, "triton": TRITON, "eager": EAGER._replace(logit_budget=GPU_LOGIT_BUDGET)}
+        backend = on_gpu["eager" if missing else training.backend]
     return with_compute_dtype(backend, getattr(torch, training.precision))
 
 

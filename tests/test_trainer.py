@@ -8,7 +8,7 @@ import torch
 from tiny_run import open_trainer, prepare, run_config
 
 from hymo import tree
-from hymo.backend import choose_backend
+from hymo.backend import AUTO, EAGER, TRITON, Backend, choose_backend, keep
 from hymo.batch import Batch
 from hymo.checkpoint import find_latest
 from hymo.config import TrainingConfig
@@ -333,6 +333,20 @@ def test_kernels_that_are_not_there_are_an_error() -> None:
         choose_backend(TrainingConfig(backend="triton"), CPU)
     auto, eager = (choose_backend(TrainingConfig(backend=name, precision="float32"), CPU) for name in ("auto", "eager"))
     assert auto == eager
+
+
+def test_a_gpu_takes_kernels_unless_told_otherwise() -> None:
+    pytest.importorskip("triton", reason="Triton is an extra")
+
+    def chosen(**keys: Any) -> Backend:
+        return choose_backend(TrainingConfig(**{"precision": "bfloat16", **keys}), "cuda")._replace(gather=keep)
+
+    assert chosen() == AUTO
+    assert chosen(backend="triton") == TRITON
+    plain = EAGER._replace(logit_budget=AUTO.logit_budget)
+    assert chosen(backend="eager") == chosen(precision="float32") == plain
+    with pytest.raises(ValueError, match=r"its scan computes in 16 bits, training\.precision is float32"):
+        chosen(backend="triton", precision="float32")
 
 
 def test_what_is_not_there_is_found_before_training(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,21 +43,19 @@ def gated_linear_scan(
         output_final_state: return the state after the last token as well, else None in its place.
         cu_seqlens, max_seqlen: packed sequences, as in `gated_delta_rule`.
         backend: "triton" (an NVIDIA GPU; even state and value widths up to 256; v, b and c all bf16, all fp16 or all
-            fp32), or "eager", plain PyTorch for anything; None is eager. The kernels take operands of products in the
-            dtype of v and add up in fp32.
+            fp32), or "eager", plain PyTorch for anything; None is "triton" where that is available, else "eager". The
+            kernels take operands of products in the dtype of v and add up in fp32.
 
     Raises:
         ValueError: for shapes that do not fit, and for what is not available.
     """
     if backend not in (None, "eager", "triton"):
         raise ValueError(f"gated_linear_scan: backend must be 'eager', 'triton' or None; got {backend!r}")
-    if backend == "triton":
-        check_shapes(v, b, c, g=g, A_log=A_log, initial_state=initial_state, cu_seqlens=cu_seqlens)
-        reason = unavailable(v, b, c)
-        if reason:
-            raise ValueError(
-                f"gated_linear_scan: backend='triton' is not available, {reason}; use backend='eager' or None"
-            )
+    check_shapes(v, b, c, g=g, A_log=A_log, initial_state=initial_state, cu_seqlens=cu_seqlens)
+    reason = unavailable(v, b, c)
+    if reason and backend == "triton":
+        raise ValueError(f"gated_linear_scan: backend='triton' is not available, {reason}; use backend='eager' or None")
+    if not reason and backend != "eager":
         o, end = triton_gated_linear_scan(
             v, b, c, g, A_log, initial_state=initial_state, cu_seqlens=cu_seqlens, keep_end=output_final_state
         )
