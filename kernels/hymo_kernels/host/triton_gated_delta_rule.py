@@ -410,7 +410,7 @@ ARGUMENTS = 9 + len(Options._fields)
 def _gradients(
     needs: tuple[bool, ...],
     arguments: tuple[Any, ...],
-    outputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor | None, ...],
     grads: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:
     q, k, v, g, beta, A_log, dt_bias, start, cu_seqlens = arguments[:9]

@@ -448,7 +448,7 @@ BACKWARD = define(
 def _gradients(
     needs: tuple[bool, ...],
     arguments: tuple[Any, ...],
-    outputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor | None, ...],
     grads: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:
     tensors, static = arguments[:9], arguments[9:]
