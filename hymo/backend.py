@@ -91,9 +91,7 @@ EAGER = Backend(
 )
 """Plain PyTorch, on any device, in the dtype of the parameters; its logits come in pieces for a CPU."""
 
-EAGER_ON_GPU = EAGER._replace(
-    cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=GPU_LOGIT_BYTES)
-)
+EAGER_ON_GPU = EAGER._replace(cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=GPU_LOGIT_BYTES))
 """Plain PyTorch, with logits in pieces for a GPU."""
 
 TRITON = EAGER._replace(
