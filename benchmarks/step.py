@@ -50,6 +50,7 @@ DOCUMENT = 600
 KINDS = {
     "scan": r"fused_(prepare|forward|backward)_kernel|^(prepare|forward|chain|chunk)_kernel|carry_kernel|pairs",
     "convolution": r"conv",
+    "loss": r"cross_entropy",
     "attention": r"sdpa|fmha|flash|attention|attn",
     "matrix products": r"gemm|cutlass|nvjet|xmma|cublas",
     "communication": r"nccl",

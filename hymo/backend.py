@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hymo.config import TrainingConfig
 from hymo.params import for_compute
-from hymo_kernels import causal_conv1d, gated_delta_rule, gated_linear_scan
+from hymo_kernels import causal_conv1d, gated_delta_rule, gated_linear_scan, linear_cross_entropy
 
 
 class Backend(NamedTuple):
@@ -27,16 +27,16 @@ class Backend(NamedTuple):
         linear_scan: the additive recurrence, `hymo_kernels.gated_linear_scan`.
         conv: the causal depthwise convolution, `hymo_kernels.causal_conv1d`.
         attend: document-isolated causal attention, `attend` below.
+        cross_entropy: the loss of a vocabulary head, `hymo_kernels.linear_cross_entropy`.
         gather: (parameters of a block, their specs) -> the parameters its layers use.
-        logit_budget: how many fp32 logits exist at once in the loss.
     """
 
     scan: Callable[..., tuple[Tensor, Tensor | None]]
     linear_scan: Callable[..., tuple[Tensor, Tensor | None]]
     conv: Callable[..., tuple[Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
+    cross_entropy: Callable[..., Tensor]
     gather: Callable[[Any, Any], Any]
-    logit_budget: int
 
 
 def visible(position: Int[Tensor, "b t"], slot: Int[Tensor, ""], slots: int) -> Bool[Tensor, "b t s"]:
@@ -78,29 +78,35 @@ def keep(params: Any, spec: Any) -> Any:
     return params
 
 
+LOGIT_BYTES, GPU_LOGIT_BYTES = 2**22, 2**30
+"""Logits that exist at once: pieces that fit a CPU's cache, and pieces large enough to fill a GPU."""
+
 EAGER = Backend(
     scan=partial(gated_delta_rule, backend="eager"),
     linear_scan=partial(gated_linear_scan, backend="eager"),
     conv=partial(causal_conv1d, backend="eager"),
     attend=attend,
+    cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=LOGIT_BYTES),
     gather=keep,
-    logit_budget=2**20,
 )
-"""Plain PyTorch, on any device, in the dtype of the parameters. Logits come in pieces that fit a CPU's cache."""
+"""Plain PyTorch, on any device, in the dtype of the parameters; its logits come in pieces for a CPU."""
 
-GPU_LOGIT_BUDGET = 2**28
-"""One GiB of fp32 logits at once: pieces large enough to fill a GPU."""
+EAGER_ON_GPU = EAGER._replace(cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=GPU_LOGIT_BYTES))
+"""Plain PyTorch, with logits in pieces for a GPU."""
 
 TRITON = EAGER._replace(
     scan=partial(gated_delta_rule, backend="triton"),
     linear_scan=partial(gated_linear_scan, backend="triton"),
     conv=partial(causal_conv1d, backend="triton"),
-    logit_budget=GPU_LOGIT_BUDGET,
+    cross_entropy=partial(linear_cross_entropy, backend="triton", logit_bytes=GPU_LOGIT_BYTES),
 )
 """Triton's kernels, for 16-bit activations on an NVIDIA GPU; what they do not serve is an error."""
 
 AUTO = EAGER._replace(
-    scan=gated_delta_rule, linear_scan=gated_linear_scan, conv=causal_conv1d, logit_budget=GPU_LOGIT_BUDGET
+    scan=gated_delta_rule,
+    linear_scan=gated_linear_scan,
+    conv=causal_conv1d,
+    cross_entropy=partial(linear_cross_entropy, logit_bytes=GPU_LOGIT_BYTES),
 )
 """Triton's kernels for what they serve on a GPU, and plain PyTorch for the rest."""
 
@@ -119,7 +125,7 @@ def choose_backend(training: TrainingConfig, device: torch.device | str) -> Back
     if torch.device(device).type != "cuda":
         backend = EAGER
     else:
-        on_gpu = {"auto": AUTO, "triton": TRITON, "eager": EAGER._replace(logit_budget=GPU_LOGIT_BUDGET)}
+        on_gpu = {"auto": AUTO, "triton": TRITON, "eager": EAGER_ON_GPU}
         backend = on_gpu["eager" if missing else training.backend]
     return with_compute_dtype(backend, getattr(torch, training.precision))
 

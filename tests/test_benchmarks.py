@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[1]
 COMMANDS = [
     ["step.py", "training.gradient_accumulation_steps=1", "--runs", "1", "--compile", "none"],
     ["scan.py", "--impl", "chunk", "recurrent", "--shape", "1x64x1x16x16", "--runs", "1"],
+    ["loss.py", "--shape", "64x8x100", "--runs", "1"],
     ["data.py", "--help"],
 ]
 

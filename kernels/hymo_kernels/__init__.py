@@ -1,6 +1,7 @@
 """hymo's kernels: operations on sequences that a model is made of, each beside its definition."""
 
 from hymo_kernels.host.causal_conv1d import causal_conv1d
+from hymo_kernels.host.cross_entropy import linear_cross_entropy
 from hymo_kernels.host.gated_delta_rule import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
@@ -16,6 +17,7 @@ __all__ = [
     "fused_recurrent_gated_delta_rule",
     "gated_delta_rule",
     "gated_linear_scan",
+    "linear_cross_entropy",
     "naive_gated_delta_rule",
     "naive_gated_linear_scan",
     "naive_recurrent_gated_delta_rule",

@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from hymo_kernels.host import triton_causal_conv1d as convolution
+from hymo_kernels.host import triton_cross_entropy as cross_entropy
 from hymo_kernels.host import triton_gated_delta_rule as scan
 from hymo_kernels.host import triton_gated_linear_scan as linear
 from hymo_kernels.host import triton_recurrent_delta_rule as recurrent
@@ -139,4 +140,24 @@ def test_every_entry_of_the_linear_scan_compiles(
     names = ["carry_kernel", "pairs_kernel", "read_kernel"]
     again = ["carry_kernel", "read_kernel", "carry_kernel", "pairs_backward_kernel"]
     assert [launch.kernel.__name__ for launch in launches] == names + again
+    assert_compiles(launches, capability)
+
+
+@cards
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocabulary", [64_256, 50_257])
+def test_every_form_of_the_cross_entropy_compiles(
+    vocabulary: int, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The CPU has no product of 16-bit matrices with an fp32 result.
+    monkeypatch.setattr(cross_entropy, "_accumulate", lambda *operands, begin: None)
+    hidden, table = torch.zeros(2, 8, dtype=dtype), torch.zeros(vocabulary, 8, dtype=dtype)
+    labels, weight = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+
+    def call() -> None:
+        for gradient in (True, False):
+            cross_entropy.forward(hidden, table, labels, weight, 15.0, 2, gradient)
+
+    launches = launches_of(call)
+    assert [launch.kernel.__name__ for launch in launches] == ["cross_entropy_kernel"] * 2
     assert_compiles(launches, capability)
