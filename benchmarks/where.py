@@ -53,7 +53,8 @@ def kind_of_product(shapes: Sequence[Sequence[int]], model: ModelConfig) -> str:
     """What a product of matrices, or of stacks of them, works for."""
     if any(model.vocab_size in shape for shape in shapes):
         return "heads"
-    if max(map(len, shapes)) < 3:
+    shapes = [shape for shape in shapes if len(shape) == 3]
+    if not shapes:
         return "projections"
     if all(shape[0] == model.n_routed_experts for shape in shapes):
         return "experts"
