@@ -1,0 +1,197 @@
+"""Document-isolated attention on NVIDIA GPUs: what is launched, on how many programs, and with which tiles."""
+
+import importlib.util
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from hymo_kernels.primitive import define, differentiable
+
+
+class Tiles(NamedTuple):
+    """How one kernel is cut: pairs of token and query head, and keys, at a time; warps, software pipeline stages."""
+
+    pairs: int
+    keys: int
+    warps: int
+    stages: int
+
+
+class Plan(NamedTuple):
+    """The tiles of every kernel."""
+
+    forward: Tiles
+    query_backward: Tiles
+    key_backward: Tiles
+
+
+PLANS: dict[int, Plan] = {
+    64: Plan(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
+    128: Plan(Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
+    256: Plan(Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 1)),
+}
+"""By the most that the wider of keys and values, rounded up to a power of two, may have."""
+
+PADDING = 128
+"""Pairs that sums are kept for come in multiples of it, the most of any tile."""
+
+WIDEST = 256
+DTYPES = (torch.bfloat16, torch.float16)
+
+# Looked up once: a compiler cannot trace it.
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+
+
+class Shape(NamedTuple):
+    """Sizes of one call."""
+
+    b: int
+    t: int
+    g: int  # key heads
+    r: int  # query heads of each
+    k: int
+    v: int
+
+
+def shape_of(q: Tensor, v: Tensor) -> Shape:
+    """The shape of a call."""
+    b, t, h, k = q.shape
+    return Shape(b, t, v.shape[2], h // v.shape[2], k, v.shape[3])
+
+
+def unavailable(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why there is no kernel for these tensors; None if there is one."""
+    if q.device.type != "cuda":
+        return f"it needs tensors on an NVIDIA GPU, these are on {q.device.type}"
+    if not HAS_TRITON:
+        return "Triton is not installed"
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        return f"q, k and v must be all bfloat16 or all float16, got {q.dtype}, {k.dtype} and {v.dtype}"
+    if not 0 < max(q.shape[-1], v.shape[-1]) <= WIDEST:
+        return f"keys and values are at most {WIDEST} wide, got {q.shape[-1]} and {v.shape[-1]}"
+    return None
+
+
+def plan_of(shape: Shape) -> Plan:
+    """The tiles of a call."""
+    return next(plan for widest, plan in PLANS.items() if max(shape.k, shape.v) <= widest)
+
+
+def _block(width: int) -> int:
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def _aligned(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _cut(shape: Shape, tiles: Tiles) -> dict[str, Any]:
+    return {
+        "B": shape.b,
+        "T": shape.t,
+        "G": shape.g,
+        "R": shape.r,
+        "K": shape.k,
+        "V": shape.v,
+        "BLOCK_K": _block(shape.k),
+        "BLOCK_V": _block(shape.v),
+        "PAIRS": tiles.pairs,
+        "KEYS": tiles.keys,
+        "num_warps": tiles.warps,
+        "num_stages": tiles.stages,
+    }
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """Of all axes but the last, which is dense."""
+    return [stride for x in tensors for stride in x.stride()[: max(x.ndim - 1, 2)]]
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Read-outs, and the logarithm (base 2) of the sum of exponentials behind each."""
+    from hymo_kernels.device.attention import forward_kernel
+
+    q, k, v = (_aligned(x) for x in (q, k, v))
+    shape = shape_of(q, v)
+    o, lse = _forward_outputs(q, v)
+    tiles = plan_of(shape).forward
+    if o.numel() > 0:
+        with torch.cuda.device(q.get_device()):
+            forward_kernel[(shape.b * shape.g * -(-shape.t * shape.r // tiles.pairs),)](
+                q, k, v, position, o, lse, *_strides(q, k, v, position), scale * math.log2(math.e), **_cut(shape, tiles)
+            )
+    return o, lse
+
+
+def _forward_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    shape = shape_of(q, v)
+    return (
+        torch.empty(*q.shape[:3], shape.v, dtype=q.dtype, device=q.device),
+        torch.empty(shape.b, shape.g, -(-shape.t * shape.r // PADDING) * PADDING, dtype=torch.float32, device=q.device),
+    )
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, position: Tensor, o: Tensor, lse: Tensor, do: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of `forward`: of q, k and v."""
+    from hymo_kernels.device.attention import key_backward_kernel, query_backward_kernel
+
+    q, k, v, o, do = (_aligned(x) for x in (q, k, v, o, do))
+    shape = shape_of(q, v)
+    dq, dk, dv = _backward_outputs(q, k, v)
+    by_query, by_key = plan_of(shape)[1:]
+    scales = scale * math.log2(math.e), scale
+    if o.numel() > 0:
+        delta = torch.empty_like(lse)
+        with torch.cuda.device(q.get_device()):
+            query_backward_kernel[(shape.b * shape.g * -(-shape.t * shape.r // by_query.pairs),)](
+                *(q, k, v, position, o, lse, do, dq, delta),
+                *_strides(q, k, v, position, o, do),
+                *scales,
+                **_cut(shape, by_query),
+            )
+            key_backward_kernel[(shape.b * shape.g * -(-shape.t // by_key.keys),)](
+                *(q, k, v, position, lse, do, delta, dk, dv),
+                *_strides(q, k, v, position, do),
+                *scales,
+                **_cut(shape, by_key),
+            )
+    return dq, dk, dv
+
+
+def _backward_outputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    return dq, dk, dv
+
+
+FORWARD = define(
+    "document_attention_forward(Tensor q, Tensor k, Tensor v, Tensor position, float scale) -> (Tensor, Tensor)",
+    fake=lambda q, k, v, position, scale: _forward_outputs(q, v),
+    cuda=forward,
+)
+BACKWARD = define(
+    "document_attention_backward(Tensor q, Tensor k, Tensor v, Tensor position, Tensor o, Tensor lse, Tensor do, "
+    "float scale) -> (Tensor, Tensor, Tensor)",
+    fake=lambda q, k, v, *others: _backward_outputs(q, k, v),
+    cuda=backward,
+)
+
+
+def _document_attention(*arguments: Any) -> tuple[Tensor, ...]:
+    o, lse = FORWARD(*arguments)
+    return o, lse
+
+
+def _gradients(
+    needs: tuple[bool, ...], arguments: tuple[Any, ...], outputs: tuple[Any, ...], grads: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    *tensors, scale = arguments
+    dq, dk, dv = BACKWARD(*tensors, *outputs, grads[0], scale)
+    return dq, dk, dv, None, None
+
+
+triton_attention = differentiable(_document_attention, _gradients, save=(0, 1, 2, 3, 5, 6), residuals=1)
+"""(q, k, v, position, scale) -> o."""
