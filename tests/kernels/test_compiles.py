@@ -176,8 +176,13 @@ def test_every_form_of_the_cross_entropy_compiles(
     ids=str,
 )
 def test_every_entry_of_attention_compiles(
-    widths: tuple[int, int], heads: tuple[int, int], dtype: torch.dtype, capability: int
+    widths: tuple[int, int],
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(attention, "_has_copy_engine", lambda device: capability >= 90)
     q, k, v = (
         torch.zeros(2, 100, *size, dtype=dtype) for size in ((heads[0], widths[0]), *((heads[1], w) for w in widths))
     )

@@ -7,7 +7,9 @@ the start of its first token, and queries of a tile of keys end where a start pa
 across a start or the diagonal is masked.
 
 Scores are scaled to base 2. A row with nothing seen yet has the lowest finite maximum, so that no -inf is subtracted
-from another. Rows past the end of a sequence are copies of its last one: they are masked or never stored.
+from another. Rows of a tile past the end of a sequence are 0 or copies of its last: they are masked or never stored.
+
+COPIED tensors are descriptors, of which Hopper's copy engine brings whole tiles; the others are pointers.
 """
 
 import triton
@@ -50,27 +52,25 @@ def forward_kernel(
     BLOCK_V: tl.constexpr,
     PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     batch, group = program % (B * G) // G, program % G
     # The last tokens, which may see the most, go first.
-    first = (tl.cdiv(T * R, PAIRS) - 1 - program // (B * G)).to(tl.int32) * PAIRS
-    k += batch * stride_kb + group * stride_kg
-    v += batch * stride_vb + group * stride_vg
-    position += batch * stride_pb
+    first = (tl.cdiv(T * R, PAIRS) - 1 - program // (B * G)) * PAIRS
+    position += batch.to(tl.int64) * stride_pb
     pair, token, head = _pairs(first, T, R, PAIRS)
     start = _start(position, token, stride_pt)
-    q_tile = _rows(q + batch * stride_qb, token, stride_qt, (group * R + head) * stride_qh, K, BLOCK_K)
-    begin, whole, end = _keys(position, stride_pt, first, T, R, PAIRS, KEYS)
+    q_tile = _queries(q, batch, first, group, T, stride_qb, stride_qt, stride_qh, R, K, BLOCK_K, PAIRS, COPIED)
+    begin, whole, end = _keys_of(position, stride_pt, first, T, R, PAIRS, KEYS)
     top = tl.full([PAIRS], -3.4028234663852886e38, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
     read = tl.zeros([PAIRS, BLOCK_V], tl.float32)
     for at in tl.range(begin, end, KEYS):
-        key = at + tl.arange(0, KEYS)
-        place = tl.minimum(key, T - 1)
-        k_tile = _rows(k, place, stride_kt, 0, K, BLOCK_K)
+        k_tile = _keys(k, batch, at, group, T, stride_kb, stride_kt, stride_kg, K, BLOCK_K, KEYS, COPIED)
         score = tl.dot(q_tile, tl.trans(k_tile))
         if at >= whole:
+            key = at + tl.arange(0, KEYS)
             seen = (key[None, :] >= start[:, None]) & (key[None, :] <= token[:, None])
             score = tl.where(seen, score, float("-inf"))
         higher = tl.maximum(top, tl.max(score, 1) * scale)
@@ -78,10 +78,11 @@ def forward_kernel(
         decay = tl.exp2(top - higher)
         top = higher
         total = total * decay + tl.sum(weight, 1)
-        v_tile = _rows(v, place, stride_vt, 0, V, BLOCK_V)
+        v_tile = _keys(v, batch, at, group, T, stride_vb, stride_vt, stride_vg, V, BLOCK_V, KEYS, COPIED)
         read = tl.dot(weight.to(v_tile.dtype), v_tile, read * decay[:, None])
-    _store(o, read / total[:, None], ((batch * T + token) * G + group) * R + head, pair < T * R, V, BLOCK_V)
-    tl.store(lse + (batch * G + group) * _padded(T * R) + pair, top + tl.log2(total))
+    row = ((batch.to(tl.int64) * T + token) * G + group) * R + head
+    _store(o, read / total[:, None], row, pair < T * R, V, BLOCK_V)
+    tl.store(lse + (batch.to(tl.int64) * G + group) * _padded(T * R) + pair, top + tl.log2(total))
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -124,38 +125,36 @@ def query_backward_kernel(
     BLOCK_V: tl.constexpr,
     PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     batch, group = program % (B * G) // G, program % G
-    first = (tl.cdiv(T * R, PAIRS) - 1 - program // (B * G)).to(tl.int32) * PAIRS
-    k += batch * stride_kb + group * stride_kg
-    v += batch * stride_vb + group * stride_vg
-    position += batch * stride_pb
+    first = (tl.cdiv(T * R, PAIRS) - 1 - program // (B * G)) * PAIRS
+    position += batch.to(tl.int64) * stride_pb
     pair, token, head = _pairs(first, T, R, PAIRS)
     start = _start(position, token, stride_pt)
-    h = group * R + head
-    q_tile = _rows(q + batch * stride_qb, token, stride_qt, h * stride_qh, K, BLOCK_K)
-    do_tile = _rows(do + batch * stride_db, token, stride_dt, h * stride_dh, V, BLOCK_V)
-    o_tile = _rows(o + batch * stride_ob, token, stride_ot, h * stride_oh, V, BLOCK_V)
-    sums = (batch * G + group) * _padded(T * R) + pair
+    q_tile = _queries(q, batch, first, group, T, stride_qb, stride_qt, stride_qh, R, K, BLOCK_K, PAIRS, COPIED)
+    o_tile = _queries(o, batch, first, group, T, stride_ob, stride_ot, stride_oh, R, V, BLOCK_V, PAIRS, COPIED)
+    do_tile = _queries(do, batch, first, group, T, stride_db, stride_dt, stride_dh, R, V, BLOCK_V, PAIRS, COPIED)
+    sums = (batch.to(tl.int64) * G + group) * _padded(T * R) + pair
     logsum = tl.load(lse + sums)
     dot = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     tl.store(delta + sums, dot)
-    begin, whole, end = _keys(position, stride_pt, first, T, R, PAIRS, KEYS)
+    begin, whole, end = _keys_of(position, stride_pt, first, T, R, PAIRS, KEYS)
     dq_tile = tl.zeros([PAIRS, BLOCK_K], tl.float32)
     for at in tl.range(begin, end, KEYS):
-        key = at + tl.arange(0, KEYS)
-        place = tl.minimum(key, T - 1)
-        k_tile = _rows(k, place, stride_kt, 0, K, BLOCK_K)
-        v_tile = _rows(v, place, stride_vt, 0, V, BLOCK_V)
+        k_tile = _keys(k, batch, at, group, T, stride_kb, stride_kt, stride_kg, K, BLOCK_K, KEYS, COPIED)
+        v_tile = _keys(v, batch, at, group, T, stride_vb, stride_vt, stride_vg, V, BLOCK_V, KEYS, COPIED)
         score = tl.dot(q_tile, tl.trans(k_tile))
         d_weight = tl.dot(do_tile, tl.trans(v_tile))
         if at >= whole:
+            key = at + tl.arange(0, KEYS)
             seen = (key[None, :] >= start[:, None]) & (key[None, :] <= token[:, None])
             score = tl.where(seen, score, float("-inf"))
         d_score = tl.exp2(score * scale - logsum[:, None]) * (d_weight - dot[:, None])
         dq_tile = tl.dot(d_score.to(k_tile.dtype), k_tile, dq_tile)
-    _store(dq, dq_tile * natural_scale, (batch * T + token) * G * R + h, pair < T * R, K, BLOCK_K)
+    row = ((batch.to(tl.int64) * T + token) * G + group) * R + head
+    _store(dq, dq_tile * natural_scale, row, pair < T * R, K, BLOCK_K)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -195,48 +194,40 @@ def key_backward_kernel(
     BLOCK_V: tl.constexpr,
     PAIRS: tl.constexpr,
     KEYS: tl.constexpr,
+    COPIED: tl.constexpr,
 ):
     """The scores stand transposed, keys by pairs, so that no operand of a product is the transpose of a product."""
-    program = tl.program_id(0).to(tl.int64)
+    program = tl.program_id(0)
     batch, group = program % (B * G) // G, program % G
     # The first keys, which may be seen by the most, go first.
-    first = (program // (B * G)).to(tl.int32) * KEYS
-    q += batch * stride_qb + group * R * stride_qh
-    do += batch * stride_db + group * R * stride_dh
-    position += batch * stride_pb
-    lse += (batch * G + group) * _padded(T * R)
-    delta += (batch * G + group) * _padded(T * R)
+    first = program // (B * G) * KEYS
+    position += batch.to(tl.int64) * stride_pb
     key = first + tl.arange(0, KEYS)
-    place = tl.minimum(key, T - 1)
-    k_tile = _rows(k + batch * stride_kb + group * stride_kg, place, stride_kt, 0, K, BLOCK_K)
-    v_tile = _rows(v + batch * stride_vb + group * stride_vg, place, stride_vt, 0, V, BLOCK_V)
+    # By pointers they stay in shared memory; what is copied before a loop waits for it in registers.
+    k_tile = _keys(k, batch, first, group, T, stride_kb, stride_kt, stride_kg, K, BLOCK_K, KEYS, False)
+    v_tile = _keys(v, batch, first, group, T, stride_vb, stride_vt, stride_vg, V, BLOCK_V, KEYS, False)
     whole = _readers(position, stride_pt, first, first, T) * R
     end = _readers(position, stride_pt, first, tl.minimum(first + KEYS, T) - 1, T) * R
     dk_tile = tl.zeros([KEYS, BLOCK_K], tl.float32)
     dv_tile = tl.zeros([KEYS, BLOCK_V], tl.float32)
     for at in tl.range(first * R // PAIRS * PAIRS, end, PAIRS):
-        pair, token, head = _pairs(at, T, R, PAIRS)
-        q_tile = _rows(q, token, stride_qt, head * stride_qh, K, BLOCK_K)
-        do_tile = _rows(do, token, stride_dt, head * stride_dh, V, BLOCK_V)
+        q_tile = _queries(q, batch, at, group, T, stride_qb, stride_qt, stride_qh, R, K, BLOCK_K, PAIRS, COPIED)
+        do_tile = _queries(do, batch, at, group, T, stride_db, stride_dt, stride_dh, R, V, BLOCK_V, PAIRS, COPIED)
         score = tl.dot(k_tile, tl.trans(q_tile))
         if (at < (first + KEYS - 1) * R) | (at + PAIRS > whole):
+            pair, token, _ = _pairs(at, T, R, PAIRS)
             start = _start(position, token, stride_pt)
             seen = (key[:, None] >= start[None, :]) & (key[:, None] <= token[None, :]) & (pair < T * R)[None, :]
             score = tl.where(seen, score, float("-inf"))
-        weight = tl.exp2(score * scale - tl.load(lse + pair)[None, :])
+        # Each product is used up before the next is made: two would not fit in registers beside the sums.
+        weight = tl.exp2(score * scale - _sums(lse, batch * G + group, at, T * R, PAIRS, COPIED)[None, :])
         dv_tile = tl.dot(weight.to(do_tile.dtype), do_tile, dv_tile)
         d_weight = tl.dot(v_tile, tl.trans(do_tile))
-        d_score = weight * (d_weight - tl.load(delta + pair)[None, :])
+        d_score = weight * (d_weight - _sums(delta, batch * G + group, at, T * R, PAIRS, COPIED)[None, :])
         dk_tile = tl.dot(d_score.to(q_tile.dtype), q_tile, dk_tile)
-    row, inside = (batch * T + place) * G + group, key < T
-    _store(dk, dk_tile * natural_scale, row, inside, K, BLOCK_K)
-    _store(dv, dv_tile, row, inside, V, BLOCK_V)
-
-
-@triton.jit
-def _padded(pairs):
-    """Room for the sums of so many pairs, also for those past the end in the last tile of any kernel."""
-    return (pairs + PADDING - 1) // PADDING * PADDING
+    row = (batch.to(tl.int64) * T + key) * G + group
+    _store(dk, dk_tile * natural_scale, row, key < T, K, BLOCK_K)
+    _store(dv, dv_tile, row, key < T, V, BLOCK_V)
 
 
 @triton.jit
@@ -253,8 +244,8 @@ def _start(position, token, stride):
 
 
 @triton.jit
-def _keys(position, stride, first, T, R: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr):
-    """The keys of a tile of pairs: the first, the first that not all of its pairs may see, and the end."""
+def _keys_of(position, stride, first, T, R: tl.constexpr, PAIRS: tl.constexpr, KEYS: tl.constexpr):
+    """The keys of a tile of pairs: the first, the first of a tile that not every pair sees whole, and the end."""
     oldest, newest = first // R, tl.minimum((first + PAIRS - 1) // R, T - 1)
     begin = _start(position, oldest, stride)
     alike = _start(position, newest, stride) == begin
@@ -276,18 +267,84 @@ def _readers(position, stride, token, key, T):
 
 
 @triton.jit
-def _rows(x, row, stride, offset, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """A tile [rows, BLOCK], 0 beyond the width."""
-    column = tl.arange(0, BLOCK)
-    place = x + (row.to(tl.int64) * stride + offset)[:, None] + column[None, :]
-    if WIDTH == BLOCK:
-        return tl.load(place)
+def _keys(
+    x,
+    batch,
+    at,
+    group,
+    T,
+    stride_b,
+    stride_t,
+    stride_g,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    KEYS: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    """A tile of keys or values."""
+    if COPIED:
+        tile = x.load([batch, at, group, 0]).reshape(KEYS, BLOCK)
     else:
-        return tl.load(place, mask=(column < WIDTH)[None, :], other=0.0)
+        token = tl.minimum(at + tl.arange(0, KEYS), T - 1)
+        row = x + batch.to(tl.int64) * stride_b + group.to(tl.int64) * stride_g + token.to(tl.int64) * stride_t
+        tile = _rows(row, WIDTH, BLOCK)
+    return tile
+
+
+@triton.jit
+def _queries(
+    x,
+    batch,
+    at,
+    group,
+    T,
+    stride_b,
+    stride_t,
+    stride_h,
+    R: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    COPIED: tl.constexpr,
+):
+    """A tile of what belongs to query heads."""
+    if COPIED:
+        tile = x.load([batch, at // R, group * R, 0]).reshape(PAIRS, BLOCK)
+    else:
+        _, token, head = _pairs(at, T, R, PAIRS)
+        x += batch.to(tl.int64) * stride_b
+        tile = _rows(x + token.to(tl.int64) * stride_t + (group * R + head).to(tl.int64) * stride_h, WIDTH, BLOCK)
+    return tile
+
+
+@triton.jit
+def _rows(row, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile of rows that begin where the pointers are, 0 beyond the width."""
+    column = tl.arange(0, BLOCK)
+    if WIDTH == BLOCK:
+        tile = tl.load(row[:, None] + column[None, :])
+    else:
+        tile = tl.load(row[:, None] + column[None, :], mask=(column < WIDTH)[None, :], other=0.0)
+    return tile
+
+
+@triton.jit
+def _sums(x, row, at, pairs, PAIRS: tl.constexpr, COPIED: tl.constexpr):
+    if COPIED:
+        sums = x.load([row, at]).reshape(PAIRS)
+    else:
+        sums = tl.load(x + row.to(tl.int64) * _padded(pairs) + at + tl.arange(0, PAIRS))
+    return sums
+
+
+@triton.jit
+def _padded(pairs):
+    """Room for the sums of so many pairs, also for those past the end in the last tile of any kernel."""
+    return (pairs + PADDING - 1) // PADDING * PADDING
 
 
 @triton.jit
 def _store(x, tile, row, inside, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
     column = tl.arange(0, BLOCK)
-    place = x + row.to(tl.int64)[:, None] * WIDTH + column[None, :]
+    place = x + row[:, None] * WIDTH + column[None, :]
     tl.store(place, tile.to(x.dtype.element_ty), mask=inside[:, None] & (column < WIDTH)[None, :])

@@ -1,7 +1,9 @@
 """Document-isolated attention on NVIDIA GPUs: what is launched, on how many programs, and with which tiles."""
 
+import functools
 import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -83,11 +85,40 @@ def _block(width: int) -> int:
     return max(16, 1 << (width - 1).bit_length())
 
 
-def _aligned(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+@functools.cache
+def _has_copy_engine(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def _cut(shape: Shape, tiles: Tiles) -> dict[str, Any]:
+def copied(q: Tensor, shape: Shape, plan: Plan) -> bool:
+    """Whether the copy engine brings tiles: of whole tokens, in rows that start where 16 bytes do."""
+    whole = all(tiles.pairs % shape.r == 0 for tiles in plan)
+    return whole and shape.k % 8 == 0 and shape.v % 8 == 0 and _has_copy_engine(q.device)
+
+
+def _aligned(x: Tensor, copied: bool) -> Tensor:
+    """The same numbers in dense rows, which for the copy engine start where 16 bytes do."""
+    placed = not copied or (x.data_ptr() % 16 == 0 and all(s > 0 and s % 8 == 0 for s in x.stride()[:-1]))
+    return x if x.stride(-1) == 1 and placed else x.clone(memory_format=torch.contiguous_format)
+
+
+def _as_read(shape: Shape, tiles: Tiles, copied: bool) -> tuple[Callable[[Tensor], Any], ...]:
+    """How a kernel is given what belongs to query heads, to key heads, and sums of pairs."""
+    if not copied:
+        return (lambda x: x,) * 3
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def told(x: Tensor, *block: int) -> Any:
+        return TensorDescriptor(x, list(x.shape), list(x.stride()), list(block))
+
+    return (
+        lambda x: told(x, 1, tiles.pairs // shape.r, shape.r, _block(x.shape[-1])),
+        lambda x: told(x, 1, tiles.keys, 1, _block(x.shape[-1])),
+        lambda x: told(x.flatten(0, 1), 1, tiles.pairs),
+    )
+
+
+def _cut(shape: Shape, tiles: Tiles, copied: bool) -> dict[str, Any]:
     return {
         "B": shape.b,
         "T": shape.t,
@@ -99,37 +130,44 @@ def _cut(shape: Shape, tiles: Tiles) -> dict[str, Any]:
         "BLOCK_V": _block(shape.v),
         "PAIRS": tiles.pairs,
         "KEYS": tiles.keys,
+        "COPIED": copied,
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
 
 
 def _strides(*tensors: Tensor) -> list[int]:
-    """Of all axes but the last, which is dense."""
-    return [stride for x in tensors for stride in x.stride()[: max(x.ndim - 1, 2)]]
+    """Of the first three axes, or of both of `position`."""
+    return [stride for x in tensors for stride in x.stride()[:3]]
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Read-outs, and the logarithm (base 2) of the sum of exponentials behind each."""
     from hymo_kernels.device.attention import forward_kernel
 
-    q, k, v = (_aligned(x) for x in (q, k, v))
     shape = shape_of(q, v)
     o, lse = _forward_outputs(q, v)
-    tiles = plan_of(shape).forward
+    plan = plan_of(shape)
     if o.numel() > 0:
+        tiles, by_copy = plan.forward, copied(q, shape, plan)
+        queries, keys, _ = _as_read(shape, tiles, by_copy)
+        q, k, v = (_aligned(x, by_copy) for x in (q, k, v))
         with torch.cuda.device(q.get_device()):
             forward_kernel[(shape.b * shape.g * -(-shape.t * shape.r // tiles.pairs),)](
-                q, k, v, position, o, lse, *_strides(q, k, v, position), scale * math.log2(math.e), **_cut(shape, tiles)
+                *(queries(q), keys(k), keys(v), position, o, lse),
+                *_strides(q, k, v, position),
+                scale * math.log2(math.e),
+                **_cut(shape, tiles, by_copy),
             )
     return o, lse
 
 
 def _forward_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     shape = shape_of(q, v)
+    padded = -(-shape.t * shape.r // PADDING) * PADDING
     return (
-        torch.empty(*q.shape[:3], shape.v, dtype=q.dtype, device=q.device),
-        torch.empty(shape.b, shape.g, -(-shape.t * shape.r // PADDING) * PADDING, dtype=torch.float32, device=q.device),
+        torch.empty(shape.b, shape.t, shape.g * shape.r, shape.v, dtype=q.dtype, device=q.device),
+        torch.empty(shape.b, shape.g, padded, dtype=torch.float32, device=q.device),
     )
 
 
@@ -139,25 +177,29 @@ def backward(
     """The gradients of `forward`: of q, k and v."""
     from hymo_kernels.device.attention import key_backward_kernel, query_backward_kernel
 
-    q, k, v, o, do = (_aligned(x) for x in (q, k, v, o, do))
     shape = shape_of(q, v)
     dq, dk, dv = _backward_outputs(q, k, v)
-    by_query, by_key = plan_of(shape)[1:]
-    scales = scale * math.log2(math.e), scale
+    plan, scales = plan_of(shape), (scale * math.log2(math.e), scale)
     if o.numel() > 0:
+        by_copy = copied(q, shape, plan)
+        q, k, v, o, do = (_aligned(x, by_copy) for x in (q, k, v, o, do))
         delta = torch.empty_like(lse)
         with torch.cuda.device(q.get_device()):
-            query_backward_kernel[(shape.b * shape.g * -(-shape.t * shape.r // by_query.pairs),)](
-                *(q, k, v, position, o, lse, do, dq, delta),
+            tiles = plan.query_backward
+            queries, keys, _ = _as_read(shape, tiles, by_copy)
+            query_backward_kernel[(shape.b * shape.g * -(-shape.t * shape.r // tiles.pairs),)](
+                *(queries(q), keys(k), keys(v), position, queries(o), lse, queries(do), dq, delta),
                 *_strides(q, k, v, position, o, do),
                 *scales,
-                **_cut(shape, by_query),
+                **_cut(shape, tiles, by_copy),
             )
-            key_backward_kernel[(shape.b * shape.g * -(-shape.t // by_key.keys),)](
-                *(q, k, v, position, lse, do, delta, dk, dv),
+            tiles = plan.key_backward
+            queries, _, sums = _as_read(shape, tiles, by_copy)
+            key_backward_kernel[(shape.b * shape.g * -(-shape.t // tiles.keys),)](
+                *(queries(q), k, v, position, sums(lse), queries(do), sums(delta), dk, dv),
                 *_strides(q, k, v, position, do),
                 *scales,
-                **_cut(shape, by_key),
+                **_cut(shape, tiles, by_copy),
             )
     return dq, dk, dv
 
