@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hymo_kernels import document_attention, naive_document_attention
+from hymo_kernels.host import triton_attention as kernels
 from tests.close import assert_same_bits
 from tests.kernels.attention_cases import Case, check_declared_outputs, errors, inputs
 
@@ -30,6 +31,7 @@ GPU_CASES = [
     Case(1, 32, 1, 48, 22, (150, 51)),
     Case(1, 5, 5, 7, 9, (10, 90)),
     Case(33, 4, 2, 32, 16, (1,)),
+    Case(2, 4, 2, 16, 8, (30, 70)),
     Case(2, 4, 2, 64, 64, ()),
 ]
 
@@ -87,8 +89,14 @@ def test_a_call_that_makes_no_sense_is_one_line(changes: dict[str, Any], message
 
 @pytest.mark.gpu
 @dtypes
+@pytest.mark.parametrize("engine", [True, False], ids=["copied", "pointers"])
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
-def test_kernels_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
+def test_kernels_equal_the_definition(
+    case: Case, engine: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the copy engine where the card has one, and without."""
+    has_copy_engine = kernels._has_copy_engine
+    monkeypatch.setattr(kernels, "_has_copy_engine", lambda device: engine and has_copy_engine(device))
     found = errors(case, "cuda", dtype)
     wrong = {name: error for name, error in found.items() if not error < BUDGET[dtype]}
     assert not wrong, found
