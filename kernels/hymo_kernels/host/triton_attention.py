@@ -31,13 +31,13 @@ class Plan(NamedTuple):
 
 PLANS: dict[int, Plan] = {
     64: Plan(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
-    128: Plan(Tiles(128, 64, 8, 2), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
+    128: Plan(Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
     256: Plan(Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 1)),
 }
-"""By the most that the wider of keys and values, rounded up to a power of two, may have."""
+"""By the width of keys or of values, whichever is wider, that they are made for at most. Pairs are powers of two."""
 
 PADDING = 128
-"""Pairs that sums are kept for come in multiples of it, the most of any tile."""
+"""Sums are kept for a multiple of so many pairs, as the device expects: the most of any tile."""
 
 WIDEST = 256
 DTYPES = (torch.bfloat16, torch.float16)
@@ -71,8 +71,8 @@ def unavailable(q: Tensor, k: Tensor, v: Tensor) -> str | None:
         return "Triton is not installed"
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"q, k and v must be all bfloat16 or all float16, got {q.dtype}, {k.dtype} and {v.dtype}"
-    if not 0 < max(q.shape[-1], v.shape[-1]) <= WIDEST:
-        return f"keys and values are at most {WIDEST} wide, got {q.shape[-1]} and {v.shape[-1]}"
+    if not all(0 < width <= WIDEST for width in (q.shape[-1], v.shape[-1])):
+        return f"keys and values are 1 to {WIDEST} wide, got {q.shape[-1]} and {v.shape[-1]}"
     return None
 
 
@@ -103,7 +103,7 @@ def _aligned(x: Tensor, copied: bool) -> Tensor:
 
 
 def _as_read(shape: Shape, tiles: Tiles, copied: bool) -> tuple[Callable[[Tensor], Any], ...]:
-    """How a kernel is given what belongs to query heads, to key heads, and sums of pairs."""
+    """How a kernel is given what belongs to query heads, what to key heads, and sums of pairs."""
     if not copied:
         return (lambda x: x,) * 3
     from triton.tools.tensor_descriptor import TensorDescriptor
