@@ -9,14 +9,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from einops import rearrange
-from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hymo.config import TrainingConfig
 from hymo.params import for_compute
-from hymo_kernels import causal_conv1d, gated_delta_rule, gated_linear_scan, linear_cross_entropy
+from hymo_kernels import causal_conv1d, document_attention, gated_delta_rule, gated_linear_scan, linear_cross_entropy
 
 
 class Backend(NamedTuple):
@@ -26,7 +23,7 @@ class Backend(NamedTuple):
         scan: the gated delta rule, `hymo_kernels.gated_delta_rule`.
         linear_scan: the additive recurrence, `hymo_kernels.gated_linear_scan`.
         conv: the causal depthwise convolution, `hymo_kernels.causal_conv1d`.
-        attend: document-isolated causal attention, `attend` below.
+        attend: document-isolated causal attention, `hymo_kernels.document_attention`.
         cross_entropy: the loss of a vocabulary head, `hymo_kernels.linear_cross_entropy`.
         gather: (parameters of a block, their specs) -> the parameters its layers use.
     """
@@ -37,40 +34,6 @@ class Backend(NamedTuple):
     attend: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     gather: Callable[[Any, Any], Any]
-
-
-def visible(position: Int[Tensor, "b t"], slot: Int[Tensor, ""], slots: int) -> Bool[Tensor, "b t s"]:
-    """Which of `slots` keys each query sees: those of its own document, up to itself.
-
-    Args:
-        position: index of each query in its document.
-        slot: index of the first query among the keys.
-    """
-    key = torch.arange(slots, device=position.device)
-    query = slot + torch.arange(position.shape[1], device=position.device)
-    return (key <= query[:, None]) & (key >= (query - position)[..., None])
-
-
-def attend(
-    q: Float[Tensor, "b t h k"],
-    k: Float[Tensor, "b s g k"],
-    v: Float[Tensor, "b s g v"],
-    *,
-    position: Int[Tensor, "b t"],
-    slot: Int[Tensor, ""],
-    scale: float,
-) -> Float[Tensor, "b t h v"]:
-    """Softmax attention inside documents; query head i uses key head i // (h / g).
-
-    Args:
-        position: index of each query in its document.
-        slot: index of the first query among the keys; 0 when there is no cache.
-        scale: multiplies the scores.
-    """
-    q, k, v = (rearrange(x, "b t h k -> b h t k") for x in (q, k, v))
-    mask = visible(position, slot, k.shape[2])[:, None]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)
-    return rearrange(out, "b h t v -> b t h v")
 
 
 def keep(params: Any, spec: Any) -> Any:
@@ -85,7 +48,7 @@ EAGER = Backend(
     scan=partial(gated_delta_rule, backend="eager"),
     linear_scan=partial(gated_linear_scan, backend="eager"),
     conv=partial(causal_conv1d, backend="eager"),
-    attend=attend,
+    attend=partial(document_attention, backend="eager"),
     cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=LOGIT_BYTES),
     gather=keep,
 )
@@ -98,6 +61,7 @@ TRITON = EAGER._replace(
     scan=partial(gated_delta_rule, backend="triton"),
     linear_scan=partial(gated_linear_scan, backend="triton"),
     conv=partial(causal_conv1d, backend="triton"),
+    attend=partial(document_attention, backend="triton"),
     cross_entropy=partial(linear_cross_entropy, backend="triton", logit_bytes=GPU_LOGIT_BYTES),
 )
 """Triton's kernels, for 16-bit activations on an NVIDIA GPU; what they do not serve is an error."""
@@ -106,6 +70,7 @@ AUTO = EAGER._replace(
     scan=gated_delta_rule,
     linear_scan=gated_linear_scan,
     conv=causal_conv1d,
+    attend=document_attention,
     cross_entropy=partial(linear_cross_entropy, logit_bytes=GPU_LOGIT_BYTES),
 )
 """Triton's kernels for what they serve on a GPU, and plain PyTorch for the rest."""

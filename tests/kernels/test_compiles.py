@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hymo_kernels.host import triton_attention as attention
 from hymo_kernels.host import triton_causal_conv1d as convolution
 from hymo_kernels.host import triton_cross_entropy as cross_entropy
 from hymo_kernels.host import triton_gated_delta_rule as scan
@@ -160,4 +161,38 @@ def test_every_form_of_the_cross_entropy_compiles(
 
     launches = launches_of(call)
     assert [launch.kernel.__name__ for launch in launches] == ["cross_entropy_kernel"] * 2
+    assert_compiles(launches, capability)
+
+
+@cards
+@pytest.mark.parametrize(
+    ("widths", "heads", "dtype"),
+    [
+        ((64, 64), (4, 4), torch.float16),
+        ((128, 128), (16, 4), torch.bfloat16),
+        ((96, 128), (6, 2), torch.bfloat16),
+        ((256, 256), (4, 2), torch.float16),
+    ],
+    ids=str,
+)
+def test_every_entry_of_attention_compiles(
+    widths: tuple[int, int],
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "_has_copy_engine", lambda device: capability >= 90)
+    q, k, v = (
+        torch.zeros(2, 100, *size, dtype=dtype) for size in ((heads[0], widths[0]), *((heads[1], w) for w in widths))
+    )
+    position = torch.arange(100).expand(2, -1)
+
+    def call() -> None:
+        o, lse = attention.forward(q, k, v, position, 0.1)
+        attention.backward(q, k, v, position, o, lse, o, 0.1)
+
+    launches = launches_of(call)
+    names = ["forward_kernel", "query_backward_kernel", "key_backward_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == names
     assert_compiles(launches, capability)
