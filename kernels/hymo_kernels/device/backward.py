@@ -81,6 +81,7 @@ def chain_kernel(
     STAGES: tl.constexpr,
 ):
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    lean: tl.constexpr = (K > BLOCK_K) or (k.dtype.element_ty == tl.float32)
     program = tl.program_id(0).to(tl.int64)
     tile = (program % tiles).to(tl.int32)
     hv = program // tiles % HV
@@ -115,7 +116,7 @@ def chain_kernel(
             if end + late == chunks:
                 at = d_end + n * stride_sn + hv * stride_sh
                 dS = load_state(at, stride_sk, stride_sv, columns, K, V, BLOCK_K)
-        for step in tl.range(0, late, num_stages=STAGES):
+        for step in tl.range(0, late, num_stages=STAGES, disable_licm=lean):
             dS, _ = _retreat(
                 dS,
                 end + late - 1 - step,
@@ -142,7 +143,7 @@ def chain_kernel(
                 C,
                 PRECISION,
             )
-        for step in tl.range(0, end - begin, num_stages=STAGES):
+        for step in tl.range(0, end - begin, num_stages=STAGES, disable_licm=lean):
             chunk = end - 1 - step
             store_state(d_states + wide(chunk) * K * V, dS, columns, K, V, BLOCK_K)
             dS, d_write = _retreat(

@@ -70,6 +70,8 @@ def forward_kernel(
     STAGES: tl.constexpr,
 ):
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    # Moved out of the loop, the addresses of many wide tiles would fill the registers.
+    lean: tl.constexpr = (K > BLOCK_K) or (k.dtype.element_ty == tl.float32)
     program = tl.program_id(0).to(tl.int64)
     tile = (program % tiles).to(tl.int32)
     hv = program // tiles % HV
@@ -105,7 +107,7 @@ def forward_kernel(
             if begin == early:
                 at = start_state + n * stride_sn + hv * stride_sh
                 S = load_state(at, stride_sk, stride_sv, columns, K, V, BLOCK_K)
-        for chunk in tl.range(begin - early, begin, num_stages=STAGES):
+        for chunk in tl.range(begin - early, begin, num_stages=STAGES, disable_licm=lean):
             S, _ = _advance(
                 S,
                 chunk,
@@ -133,7 +135,7 @@ def forward_kernel(
                 False,
                 PRECISION,
             )
-        for chunk in tl.range(begin, end, num_stages=STAGES):
+        for chunk in tl.range(begin, end, num_stages=STAGES, disable_licm=lean):
             if KEEP_STATES:
                 store_state(states + wide(chunk) * K * V, S, columns, K, V, BLOCK_K)
             S, read = _advance(

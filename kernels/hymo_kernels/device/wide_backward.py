@@ -95,12 +95,12 @@ def wide_chunk_kernel(
         writing = tl.zeros([C], tl.float32)
         reading = tl.zeros([C], tl.float32)
         kept = tl.zeros([BLOCK_K], tl.float32)  # <dS, S>
-        for tile in tl.range((V + BLOCK_V - 1) // BLOCK_V, num_stages=STAGES):
+        for tile in tl.range((V + BLOCK_V - 1) // BLOCK_V, num_stages=STAGES, disable_licm=True):
             columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
             kS = tl.zeros([C, BLOCK_V], tl.float32)
             kdS = tl.zeros([C, BLOCK_V], tl.float32)
             qS = tl.zeros([C, BLOCK_V], tl.float32)
-            for piece in tl.range((K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
+            for piece in tl.range((K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES, disable_licm=True):
                 features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
                 kt = tile_of(k, stride_kt, chunk, length, features, C, K, BLOCK_K)
                 qt = tile_of(q, stride_qt, chunk, length, features, C, K, BLOCK_K)
@@ -130,7 +130,7 @@ def wide_chunk_kernel(
         # Products over key features, [j, i].
         kq = tl.zeros([C, C], tl.float32)
         kk = tl.zeros([C, C], tl.float32)
-        for piece in tl.range((K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
+        for piece in tl.range((K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES, disable_licm=True):
             features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
             kt = tile_of(k, stride_kt, chunk, length, features, C, K, BLOCK_K)
             qt = tile_of(q, stride_qt, chunk, length, features, C, K, BLOCK_K)
@@ -168,7 +168,7 @@ def wide_chunk_kernel(
 
         # Other threads read what these wrote.
         tl.debug_barrier()
-        for piece in tl.range((K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES):
+        for piece in tl.range((K + BLOCK_K - 1) // BLOCK_K, num_stages=STAGES, disable_licm=True):
             features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
             kt = tile_of(k, stride_kt, chunk, length, features, C, K, BLOCK_K)
             qt = tile_of(q, stride_qt, chunk, length, features, C, K, BLOCK_K)
@@ -177,7 +177,7 @@ def wide_chunk_kernel(
             dk_turned = tl.dot(tl.trans(kt), W, input_precision=PRECISION)
             dk_rows = tl.dot(M, qt, input_precision=PRECISION)
             dk_rows = tl.dot(W, kt, dk_rows, input_precision=PRECISION)
-            for tile in tl.range((V + BLOCK_V - 1) // BLOCK_V, num_stages=STAGES):
+            for tile in tl.range((V + BLOCK_V - 1) // BLOCK_V, num_stages=STAGES, disable_licm=True):
                 columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
                 S = state_tile(states, features, columns, K, V)
                 dS = state_tile(d_states, features, columns, K, V)
