@@ -48,7 +48,7 @@ DOCUMENT = 600
 """Tokens of a document, on average."""
 
 KINDS = {
-    "scan": r"fused_(prepare|forward|backward)_kernel|^(prepare|forward|chain|chunk)_kernel|carry_kernel|pairs",
+    "scan": r"fused_(prepare|forward|backward)_kernel|^(prepare|forward|chain)_kernel|chunk_kernel|carry_kernel|pairs",
     "convolution": r"conv",
     "attention": r"sdpa|fmha|flash|attention|attn",
     "matrix products": r"gemm|cutlass|nvjet|xmma|cublas",

@@ -12,6 +12,7 @@ COMMANDS = [
     ["step.py", "training.gradient_accumulation_steps=1", "--runs", "1", "--compile", "none"],
     ["scan.py", "--impl", "chunk", "recurrent", "--shape", "1x64x1x16x16", "--runs", "1"],
     ["data.py", "--help"],
+    ["tune.py", "--help"],
 ]
 
 

@@ -48,9 +48,7 @@ class Prepared(NamedTuple):
     forget: Tensor
 
 
-STATIC = (
-    'float scale, bool norm, bool gate, bool sigmoid, float beta_max, bool keep_end, str precision="tf32x3"'
-)
+STATIC = 'float scale, bool norm, bool gate, bool sigmoid, float beta_max, bool keep_end, str precision="tf32x3"'
 """`Options` in the schema of an op."""
 
 

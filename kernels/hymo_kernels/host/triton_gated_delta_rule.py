@@ -433,8 +433,9 @@ def _pieces(
     from hymo_kernels.device.wide_backward import wide_chunk_kernel
 
     one_head_each = shape.h == shape.hv
+    new = q.new_zeros if shape.packed else q.new_empty
     like_v = (shape.b, shape.t, shape.hv, shape.k)
-    dq, dk = (grads.q, grads.k) if one_head_each else (q.new_zeros(like_v), k.new_zeros(like_v))
+    dq, dk = (grads.q, grads.k) if one_head_each else (new(like_v), new(like_v))
     wide_chunk_kernel[(shape.b * shape.slots * shape.hv,)](
         q,
         k,
