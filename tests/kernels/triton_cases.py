@@ -7,6 +7,8 @@ variable when it is imported, so that the tests give it a process of its own.
 from dataclasses import dataclass
 
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hymo_kernels import naive_gated_delta_rule
@@ -148,9 +150,33 @@ def main() -> None:
     check(NARROW + WIDE, torch.float32, within=2e-6)
     # The interpreter has no bf16 products.
     check(LOW, torch.float16, within=2e-3)
+    check_drawn()
     # fp32 shows more of an error than fp16: the kernels and tiles of 16-bit numbers as well.
     kernels.FP32_PLANS.update(kernels.PLANS)
     check(NARROW, torch.float32, within=2e-6)
+
+
+@settings(max_examples=10, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+@given(
+    case=st.builds(
+        Case,
+        b=st.just(1),
+        t=st.integers(1, 100),
+        h=st.just(1),
+        hv=st.integers(1, 2),
+        k=st.integers(1, 128).map(lambda half: 2 * half),
+        v=st.integers(1, 128).map(lambda half: 2 * half),
+        gate=st.sampled_from([0.0, -0.05, -1.0]),
+        norm=st.booleans(),
+        state=st.booleans(),
+        resets=st.sampled_from([(), (0,)]),
+        in_kernel=st.booleans(),
+        precision=st.sampled_from(["tf32x3", "ieee"]),
+    ),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def check_drawn(case: Case, dtype: torch.dtype) -> None:
+    check((case,), dtype, within=2e-6 if dtype == torch.float32 else 3e-3)
 
 
 def check(cases: tuple[Case, ...], dtype: torch.dtype, *, within: float) -> None:
