@@ -11,6 +11,7 @@ import torch
 
 from hymo_kernels import chunk_gated_delta_rule, naive_gated_delta_rule
 from hymo_kernels.host.gated_delta_call import Precision
+from hymo_kernels.host.gated_delta_rule import _check_available
 from hymo_kernels.host.triton_gated_delta_rule import FP32_PLANS, PLANS
 from tests.kernels.triton_cases import Case, worst_heads
 
@@ -50,6 +51,12 @@ def test_asking_for_kernels_that_are_not_there_is_an_error() -> None:
     q = torch.randn(1, 4, 1, 16)
     with pytest.raises(ValueError, match=r"backend='triton' is not available, it needs tensors on an NVIDIA GPU"):
         chunk_gated_delta_rule(q, q, q, None, torch.rand(1, 4, 1), backend="triton")
+
+
+def test_an_unknown_precision_is_an_error() -> None:
+    # Below the types, which a checker may hold to already.
+    with pytest.raises(ValueError, match=r"precision must be 'tf32x3' or 'ieee'; got 'tf32'"):
+        _check_available(backend=None, cp_context=None, chunk_size=None, precision="tf32")
 
 
 @pytest.mark.gpu

@@ -322,19 +322,20 @@ def _advance(
     beta, gamma, w, gamma_all = gates(total, segment, strength, chunk, length, C)
     ku = vector_of(k_unit, chunk, length, C)
     kS = tl.zeros([C, BLOCK_V], tl.float32)
+    qS = tl.zeros([C, BLOCK_V], tl.float32)
     for piece in tl.static_range(pieces):
-        kS = tl.dot(keys[piece], S[piece].to(vt.dtype), kS, input_precision=PRECISION)
+        S_low = S[piece].to(vt.dtype)
+        kS = tl.dot(keys[piece], S_low, kS, input_precision=PRECISION)
+        if READ_OUT:
+            features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
+            qt = tile_of(q, stride_qt, chunk, length, features, C, K, BLOCK_K)
+            qS = tl.dot(qt, S_low, qS, input_precision=PRECISION)
     R = beta[:, None] * (vt.to(tl.float32) - (gamma * ku)[:, None] * kS)
     write = tl.dot(A, R.to(vt.dtype), input_precision=PRECISION)
     read = write
     if READ_OUT:
         P = tile_of(attention, C, chunk, length, tl.arange(0, C), C, C, C)
         qu = scale * vector_of(q_unit, chunk, length, C)
-        qS = tl.zeros([C, BLOCK_V], tl.float32)
-        for piece in tl.static_range(pieces):
-            features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
-            qt = tile_of(q, stride_qt, chunk, length, features, C, K, BLOCK_K)
-            qS = tl.dot(qt, S[piece].to(vt.dtype), qS, input_precision=PRECISION)
         read = tl.dot(P, write.to(vt.dtype), (qu * gamma)[:, None] * qS, input_precision=PRECISION)
     weighted = ((w * ku)[:, None] * write).to(vt.dtype)
     after = ()

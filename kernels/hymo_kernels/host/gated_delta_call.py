@@ -17,7 +17,7 @@ FORGOTTEN, FP32_FORGOTTEN = 12.0, 17.0
 4e-8, below fp32."""
 
 Precision = Literal["tf32x3", "ieee"]
-"""How fp32 products are formed: as three of 10-bit parts on the tensor cores, or exactly, several times as slow."""
+"""How fp32 products are formed: as three products of 10-bit parts on the tensor cores, or in fp32 without them."""
 
 
 class Shape(NamedTuple):

@@ -78,9 +78,9 @@ def gated_delta_rule(
         state_indices: which row of `initial_state`, then a pool of fp32 states, each sequence continues. That row
             becomes its final state, in place, and the pool is returned as the final state. No two sequences may share
             one. A negative index is padding: read-outs of 0, and no row changes. There is no gradient.
-        precision: of fp32 products in the chunked kernels: "tf32x3", three products of shorter numbers on the tensor
-            cores, as good as fp32 to the last bit or two; or "ieee", exact and several times as slow. 16-bit numbers,
-            whose products are exact anyway, and everything without kernels or token by token ignore it.
+        precision: of fp32 products in the chunked kernels: "tf32x3", as three products of shorter numbers on the
+            tensor cores, or "ieee", in fp32 without them. 16-bit numbers, whose products are exact anyway, ignore it,
+            and so does what runs token by token or without kernels.
         backend: "triton", kernels for an NVIDIA GPU, of 16-bit and fp32 numbers and widths up to 256, even ones in
             chunks; or "eager", plain PyTorch for anything. None is "triton" where that is available, else "eager".
         form: "chunk" for training, "recurrent" for a few tokens, "definition" for proofs (slow, any order of
