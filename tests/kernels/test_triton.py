@@ -1,5 +1,6 @@
 """The Triton scan: interpreted on the CPU, compiled for a GPU that is not there, and run where there is one."""
 
+import inspect
 import os
 import subprocess
 import sys
@@ -9,9 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hymo_kernels import chunk_gated_delta_rule, naive_gated_delta_rule
+from hymo_kernels import chunk_gated_delta_rule, gated_delta_rule, naive_gated_delta_rule
 from hymo_kernels.host.gated_delta_call import Precision
-from hymo_kernels.host.gated_delta_rule import _check_available
 from hymo_kernels.host.triton_gated_delta_rule import FP32_PLANS, PLANS
 from tests.kernels.triton_cases import Case, worst_heads
 
@@ -54,9 +54,9 @@ def test_asking_for_kernels_that_are_not_there_is_an_error() -> None:
 
 
 def test_an_unknown_precision_is_an_error() -> None:
-    # Below the types, which a checker may hold to already.
+    q = torch.randn(1, 4, 1, 16)
     with pytest.raises(ValueError, match=r"precision must be 'tf32x3' or 'ieee'; got 'tf32'"):
-        _check_available(backend=None, cp_context=None, chunk_size=None, precision="tf32")
+        inspect.unwrap(gated_delta_rule)(q, q, q, None, torch.rand(1, 4, 1), precision="tf32")
 
 
 @pytest.mark.gpu
