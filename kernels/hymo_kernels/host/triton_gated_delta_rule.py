@@ -84,14 +84,18 @@ def unavailable(q: Tensor, v: Tensor) -> str | None:
     return None
 
 
-def width_of(shape: Shape) -> int:
+def width_of(shape: Shape, dtype: torch.dtype) -> int:
     """The key width of the entry that serves a shape: its tiles are proven, whatever part of them a shape fills."""
-    return next(width for width in PLANS if width >= shape.k)
+    return next(width for width in _table(dtype) if width >= shape.k)
 
 
 def plan_of(shape: Shape, dtype: torch.dtype) -> Plan:
     """The tiles of a call."""
-    return (FP32_PLANS if dtype == torch.float32 else PLANS)[width_of(shape)]
+    return _table(dtype)[width_of(shape, dtype)]
+
+
+def _table(dtype: torch.dtype) -> dict[int, Plan]:
+    return FP32_PLANS if dtype == torch.float32 else PLANS
 
 
 def segments_of(shape: Shape, tiles: Tiles, device: int | None) -> tuple[int, int]:
@@ -117,7 +121,7 @@ def _cut(shape: Shape, tiles: Tiles, dtype: torch.dtype, options: Options) -> di
         "H": shape.h,
         "HV": shape.hv,
         "K": shape.k,
-        "BLOCK_K": tiles.block_k or width_of(shape),
+        "BLOCK_K": tiles.block_k or width_of(shape, dtype),
         "C": shape.chunk,
         "PACKED": shape.packed,
         # Of 16-bit numbers only the inverse is a product of fp32 numbers.
