@@ -64,7 +64,7 @@ TRITON = EAGER._replace(
     attend=partial(document_attention, backend="triton"),
     cross_entropy=partial(linear_cross_entropy, backend="triton", logit_bytes=GPU_LOGIT_BYTES),
 )
-"""Triton's kernels, for 16-bit activations on an NVIDIA GPU; what they do not serve is an error."""
+"""Triton's kernels, on an NVIDIA GPU; what they do not serve is an error."""
 
 AUTO = EAGER._replace(
     scan=gated_delta_rule,
@@ -84,9 +84,14 @@ def choose_backend(training: TrainingConfig, device: torch.device | str) -> Back
     Raises:
         ValueError: if they are not available there.
     """
-    missing = _triton_is_missing(training, torch.device(device))
+    missing = _triton_is_missing(torch.device(device))
     if training.backend == "triton" and missing:
         raise ValueError(f"training.backend: triton is not available, {missing}; auto and eager work")
+    if training.backend == "triton" and training.precision == "float32":
+        raise ValueError(
+            "training.backend: triton has no attention in training.precision float32; auto and eager work, and auto "
+            "takes the other kernels"
+        )
     if torch.device(device).type != "cuda":
         backend = EAGER
     else:
@@ -95,14 +100,12 @@ def choose_backend(training: TrainingConfig, device: torch.device | str) -> Back
     return with_compute_dtype(backend, getattr(torch, training.precision))
 
 
-def _triton_is_missing(training: TrainingConfig, device: torch.device) -> str | None:
-    """Why Triton's kernels cannot compute a run; None if they can."""
+def _triton_is_missing(device: torch.device) -> str | None:
+    """Why there are no Triton kernels on a device; None if there are."""
     if device.type != "cuda":
         return f"it needs an NVIDIA GPU, this is a {device.type}"
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
-    if training.precision == "float32":
-        return "its scan computes in 16 bits, training.precision is float32"
     return None
 
 

@@ -113,7 +113,7 @@ def _compiled(
     def strict(leaves: list[Tensor]) -> list[Tensor]:
         results = traced(leaves)
         if donated:
-            # Leaf by leaf: a fused copy of all of them would be one kernel per few leaves, each large and unlike the others.
+            # Leaf by leaf: a fused copy of many makes kernels that are large and unlike each other, slow to compile.
             for leaf, result in zip(leaves[:donated], results[:donated], strict=True):
                 leaf.copy_(result)
         return results[donated:]

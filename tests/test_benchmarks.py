@@ -32,6 +32,7 @@ COMMANDS = [
     ["loss.py", "--shape", "64x8x100", "--runs", "1"],
     ["attention.py", "--help"],
     ["data.py", "--help"],
+    ["tune.py", "--help"],
 ]
 
 

@@ -341,10 +341,10 @@ def test_a_gpu_takes_kernels_unless_told_otherwise() -> None:
     def chosen(**keys: Any) -> Backend:
         return choose_backend(TrainingConfig(**{"precision": "bfloat16", **keys}), "cuda")._replace(gather=keep)
 
-    assert chosen() == AUTO
+    assert chosen() == chosen(precision="float32") == AUTO
     assert chosen(backend="triton") == TRITON
-    assert chosen(backend="eager") == chosen(precision="float32") == EAGER_ON_GPU
-    with pytest.raises(ValueError, match=r"its scan computes in 16 bits, training\.precision is float32"):
+    assert chosen(backend="eager") == chosen(backend="eager", precision="float32") == EAGER_ON_GPU
+    with pytest.raises(ValueError, match=r"triton has no attention in training\.precision float32"):
         chosen(backend="triton", precision="float32")
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-# Bytes of one block: A100, H100 and H200.
-SHARED_MEMORY = {80: 166_912, 90: 232_448}
+# Bytes of one block: A100, consumer cards, H100 and H200.
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",

@@ -10,11 +10,11 @@ from hymo_kernels.host import triton_cross_entropy as cross_entropy
 from hymo_kernels.host import triton_gated_delta_rule as scan
 from hymo_kernels.host import triton_gated_linear_scan as linear
 from hymo_kernels.host import triton_recurrent_delta_rule as recurrent
-from hymo_kernels.host.gated_delta_call import Options
-from tests.kernels.compiled import SHARED_MEMORY, Launch, assert_compiles, launches_of
+from hymo_kernels.host.gated_delta_call import Options, Precision
+from tests.kernels.compiled import Launch, assert_compiles, launches_of
 
 pytestmark = pytest.mark.heavy
-cards = pytest.mark.parametrize("capability", list(SHARED_MEMORY))
+cards = pytest.mark.parametrize("capability", [80, 90])
 
 
 @pytest.fixture(autouse=True)
@@ -22,19 +22,29 @@ def _needs_triton() -> None:
     pytest.importorskip("triton", reason="Triton is an extra")
 
 
-@cards
-@pytest.mark.parametrize("width", list(scan.PLANS))
-def test_every_entry_of_the_scan_compiles(width: int, capability: int) -> None:
-    q = torch.zeros(1, 4096, 2, width, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "width", "precision", "capability"),
+    [
+        *((torch.bfloat16, width, "tf32x3", card) for width in scan.PLANS for card in (80, 86, 90)),
+        *((torch.float32, width, "tf32x3", card) for width in scan.FP32_PLANS for card in (80, 86, 90)),
+        *((torch.float32, width, "ieee", 90) for width in scan.FP32_PLANS),
+    ],
+    ids=str,
+)
+def test_every_entry_of_the_scan_compiles(
+    dtype: torch.dtype, width: int, precision: Precision, capability: int
+) -> None:
+    q = torch.zeros(1, 4096, 2, width, dtype=dtype)
     g = torch.zeros(1, 4096, 2)
-    static = Options(width**-0.5, True, False, False, 1.0, False)
+    static = Options(width**-0.5, True, False, False, 1.0, False, precision)
 
     def call() -> None:
         o, _, *made = scan.forward(q, q, q, g, g, None, None, None, None, *static)
         scan.backward(q, q, q, None, None, *made, o, None, False, *static)
 
     launches = launches_of(call, scan)
-    names = ["prepare_kernel", "forward_kernel", "forward_kernel", "chain_kernel", "chunk_kernel"]
+    chunk = "wide_chunk_kernel" if dtype == torch.float32 or width > 128 else "chunk_kernel"
+    names = ["prepare_kernel", "forward_kernel", "forward_kernel", "chain_kernel", chunk]
     assert [launch.kernel.__name__ for launch in launches] == names
     assert_compiles(launches, capability)
 

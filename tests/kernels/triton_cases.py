@@ -7,10 +7,13 @@ variable when it is imported, so that the tests give it a process of its own.
 from dataclasses import dataclass
 
 import torch
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from hymo_kernels import naive_gated_delta_rule
 from hymo_kernels.host import triton_gated_delta_rule as kernels
+from hymo_kernels.host.gated_delta_call import Precision
 
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
 HEAD_AXIS = (2, 1, 2, 2, 2, 2, 2, 1)
@@ -32,6 +35,7 @@ class Case:
     resets: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
     in_kernel: bool = False
+    precision: Precision = "tf32x3"
 
 
 def inputs(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor | None]:
@@ -72,7 +76,8 @@ def inputs(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor | No
 
 def by_kernels(case: Case, x: dict[str, Tensor | None]) -> list[Tensor]:
     """Read-outs, final state, and gradients, straight from the launchers."""
-    static = (case.k**-0.5, case.norm, case.in_kernel, case.in_kernel, 2.0 if case.in_kernel else 1.0, True)
+    beta_max = 2.0 if case.in_kernel else 1.0
+    static = (case.k**-0.5, case.norm, case.in_kernel, case.in_kernel, beta_max, True, case.precision)
     tensors = [x[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "start", "bounds")]
     o, end, *made = kernels.forward(*tensors, *static)  # type: ignore[arg-type]
     q, k, v, g, beta, A_log, dt_bias, start, bounds = tensors
@@ -119,7 +124,7 @@ def worst_heads(case: Case, device: str, dtype: torch.dtype) -> dict[str, float]
     return errors
 
 
-INTERPRETED = (
+NARROW = (
     Case(1, 70, 1, 1, 16, 16),
     Case(1, 70, 1, 2, 16, 32, resets=(20, 25)),
     Case(2, 130, 1, 1, 32, 16, norm=False),
@@ -127,15 +132,58 @@ INTERPRETED = (
     Case(1, 80, 1, 2, 24, 16, in_kernel=True, resets=(3,)),
     Case(1, 64 * 17, 1, 1, 16, 16, gate=-0.5, state=False),
 )
+WIDE = (
+    Case(1, 40, 1, 2, 192, 96, resets=(9,)),
+    Case(1, 33, 1, 1, 256, 256, norm=False),
+    Case(1, 50, 1, 1, 160, 40, bounds=(0, 7, 45), in_kernel=True, precision="ieee"),
+)
+LOW = (
+    Case(1, 70, 1, 1, 96, 192, resets=(20,)),
+    Case(1, 70, 1, 2, 160, 32, in_kernel=True),
+    Case(1, 129, 1, 1, 256, 48, bounds=(0, 50, 115)),
+)
 
 
 def main() -> None:
     # Two multiprocessors, so that the long case is cut into segments.
     kernels.multiprocessors = lambda device: 2  # type: ignore[assignment]
-    for case in INTERPRETED:
-        errors = worst_heads(case, "cpu", torch.float32)
+    check(NARROW + WIDE, torch.float32, within=2e-6)
+    # The interpreter has no bf16 products.
+    check(LOW, torch.float16, within=2e-3)
+    check_drawn()
+    # fp32 shows more of an error than fp16: the kernels and tiles of 16-bit numbers as well.
+    kernels.FP32_PLANS.update(kernels.PLANS)
+    check(NARROW, torch.float32, within=2e-6)
+
+
+@settings(max_examples=10, derandomize=True, deadline=None, database=None, phases=[Phase.generate])
+@given(
+    case=st.builds(
+        Case,
+        b=st.just(1),
+        t=st.integers(1, 100),
+        h=st.just(1),
+        hv=st.integers(1, 2),
+        k=st.integers(1, 128).map(lambda half: 2 * half),
+        v=st.integers(1, 128).map(lambda half: 2 * half),
+        gate=st.sampled_from([0.0, -0.05, -1.0]),
+        norm=st.booleans(),
+        state=st.booleans(),
+        resets=st.sampled_from([(), (0,)]),
+        in_kernel=st.booleans(),
+        precision=st.sampled_from(["tf32x3", "ieee"]),
+    ),
+    dtype=st.sampled_from([torch.float32, torch.float16]),
+)
+def check_drawn(case: Case, dtype: torch.dtype) -> None:
+    check((case,), dtype, within=2e-6 if dtype == torch.float32 else 3e-3)
+
+
+def check(cases: tuple[Case, ...], dtype: torch.dtype, *, within: float) -> None:
+    for case in cases:
+        errors = worst_heads(case, "cpu", dtype)
         print(case, {name: f"{error:.1e}" for name, error in errors.items()})
-        assert max(errors.values()) < 5e-6, (case, errors)
+        assert max(errors.values()) < within, (case, errors)
 
 
 if __name__ == "__main__":

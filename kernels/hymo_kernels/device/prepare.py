@@ -60,19 +60,28 @@ def prepare_kernel(
         begin = first + chunk * C  # in the rows of the sequence's batch
         left = length - chunk * C
         unit_row = (batch * H + head) * T + begin
-        features = tl.arange(0, BLOCK_K)
         q_rows = q + batch * stride_qb + begin * stride_qt + head * stride_qh
         k_rows = k + batch * stride_kb + begin * stride_kt + head * stride_kh
 
         i = tl.arange(0, C)
         inside = i < left
-        mask = inside[:, None] & (features < K)[None, :]
-        kt = tl.load(k_rows + (i[:, None] * stride_kt + features[None, :]), mask=mask, other=0.0)
-        qt = tl.load(q_rows + (i[:, None] * stride_qt + features[None, :]), mask=mask, other=0.0)
-        ku, k_length = _unit(kt, k_unit + unit_row, inside, NORM, C)
-        qu, _ = _unit(qt, q_unit + unit_row, inside, NORM, C)
-        kk = tl.dot(kt, tl.trans(kt), input_precision=PRECISION) * ku[:, None] * ku[None, :]
-        qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * (scale * qu)[:, None] * ku[None, :]
+        k_squares = tl.zeros([C], tl.float32)
+        q_squares = tl.zeros([C], tl.float32)
+        kk = tl.zeros([C, C], tl.float32)
+        qk = tl.zeros([C, C], tl.float32)
+        for piece in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+            features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
+            mask = inside[:, None] & (features < K)[None, :]
+            kt = tl.load(k_rows + (i[:, None] * stride_kt + features[None, :]), mask=mask, other=0.0)
+            qt = tl.load(q_rows + (i[:, None] * stride_qt + features[None, :]), mask=mask, other=0.0)
+            k_squares += _squares(kt)
+            q_squares += _squares(qt)
+            kk = tl.dot(kt, tl.trans(kt), kk, input_precision=PRECISION)
+            qk = tl.dot(qt, tl.trans(kt), qk, input_precision=PRECISION)
+        ku, k_length = _unit(k_squares, k_unit + unit_row, inside, NORM, C)
+        qu, _ = _unit(q_squares, q_unit + unit_row, inside, NORM, C)
+        kk *= ku[:, None] * ku[None, :]
+        qk *= (scale * qu)[:, None] * ku[None, :]
         for member in tl.static_range(HV // H):
             hv = head * (HV // H) + member
             out = (batch * HV + hv) * T + begin
@@ -112,10 +121,15 @@ def prepare_kernel(
 
 
 @triton.jit
-def _unit(x, out, inside, NORM: tl.constexpr, C: tl.constexpr):
-    """1 / |x| of each row, kept, and the squared length of what it makes of the row."""
+def _squares(x):
+    """The squared length of each row."""
     wide = x.to(tl.float32)
-    squares = tl.sum(wide * wide, 1)
+    return tl.sum(wide * wide, 1)
+
+
+@triton.jit
+def _unit(squares, out, inside, NORM: tl.constexpr, C: tl.constexpr):
+    """1 / |x| of each row, kept, and the squared length of what it makes of the row."""
     unit = tl.full([C], 1.0, tl.float32)
     if NORM:
         unit = tl.rsqrt(squares + 1e-6)
