@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hymo.config import TrainingConfig
 from hymo.params import for_compute
+from hymo.region import region
 from hymo_kernels import causal_conv1d, document_attention, gated_delta_rule, gated_linear_scan, linear_cross_entropy
 
 
@@ -26,6 +27,7 @@ class Backend(NamedTuple):
         attend: document-isolated causal attention, `hymo_kernels.document_attention`.
         cross_entropy: the loss of a vocabulary head, `hymo_kernels.linear_cross_entropy`.
         gather: (parameters of a block, their specs) -> the parameters its layers use.
+        region: a function that is called many times -> the function to call in its place, `hymo.region.region`.
     """
 
     scan: Callable[..., tuple[Tensor, Tensor | None]]
@@ -34,11 +36,17 @@ class Backend(NamedTuple):
     attend: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     gather: Callable[[Any, Any], Any]
+    region: Callable[[Any], Any]
 
 
 def keep(params: Any, spec: Any) -> Any:
     """Parameters as they are: fp32, on one device."""
     return params
+
+
+def inline(pure: Any) -> Any:
+    """The function itself."""
+    return pure
 
 
 LOGIT_BYTES, GPU_LOGIT_BYTES = 2**22, 2**30
@@ -51,6 +59,7 @@ EAGER = Backend(
     attend=partial(document_attention, backend="eager"),
     cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=LOGIT_BYTES),
     gather=keep,
+    region=inline,
 )
 """Plain PyTorch, on any device, in the dtype of the parameters; its logits come in pieces for a CPU."""
 
@@ -97,6 +106,8 @@ def choose_backend(training: TrainingConfig, device: torch.device | str) -> Back
     else:
         on_gpu = {"auto": AUTO, "triton": TRITON, "eager": EAGER_ON_GPU}
         backend = on_gpu["eager" if missing else training.backend]
+        if training.compile == "inductor":
+            backend = backend._replace(region=partial(region, compile="inductor"))
     return with_compute_dtype(backend, getattr(torch, training.precision))
 
 

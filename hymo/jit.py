@@ -14,9 +14,20 @@ import torch
 from torch import Tensor
 
 from hymo import tree
+from hymo_kernels.primitive import define
 
 Compile = Literal["inductor", "aot_eager", "none"]
 R = TypeVar("R")
+
+LARGE = 2**21
+"""Elements of a leaf of a donated argument from which a copy of it would be felt."""
+
+
+def _write(old: list[Tensor], new: list[Tensor]) -> None:
+    torch._foreach_copy_(old, new)
+
+
+write = define("write(Tensor(a!)[] old, Tensor[] new) -> ()", fake=lambda old, new: None, cpu=_write, cuda=_write)
 
 
 def jit(pure: Callable[..., R], *, compile: Compile = "inductor", donate: bool = False) -> Callable[..., R]:
@@ -113,9 +124,14 @@ def _compiled(
     def strict(leaves: list[Tensor]) -> list[Tensor]:
         results = traced(leaves)
         if donated:
-            # Leaf by leaf: a fused copy of many makes kernels that are large and unlike each other, slow to compile.
-            for leaf, result in zip(leaves[:donated], results[:donated], strict=True):
-                leaf.copy_(result)
+            pairs = list(zip(leaves[:donated], results[:donated], strict=True))
+            for old, new in pairs:
+                # A large result is written where it belongs by what computes it; hundreds of small ones are copied.
+                if old.numel() > LARGE:
+                    old.copy_(new)
+            small = [pair for pair in pairs if pair[0].numel() <= LARGE]
+            if small:
+                write([old for old, _ in small], [new for _, new in small])
         return results[donated:]
 
     # Dynamo keeps programs by code object and does not look which function `traced` is: with a shared code object a

@@ -1,6 +1,7 @@
 """HyMo: three layers that remember for each one that attends, experts where it attends, and heads that look ahead."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -119,28 +120,37 @@ def trunk(
     """
     layers: list[GdnState | MlaState] = []
     loads: list[Load] = []
-    for i, (spec, stored) in enumerate(zip(model_spec(cfg).blocks, params.blocks, strict=True)):
+    for i, stored in enumerate(params.blocks):
+        layer = _layer(cfg, i in cfg.mla_layers, backend, capacity)
+        if state is None:
+            layer = backend.region(layer)
+        x, load, after = layer(stored, x, position, state.layers[i] if state else ())
+        layers += [after] if after else []
+        loads += [load] if load else []
+    return Trunk(x, tuple(layers), tuple(loads))
+
+
+@functools.cache
+def _layer(cfg: ModelConfig, attends: bool, backend: Backend, capacity: int | None) -> Callable[..., Any]:
+    """What all layers of a kind do: from stored parameters, the stream, positions and the state before or `()` to the
+    stream, the experts' load or `()`, and the state after or `()`."""
+    spec = next(each for i, each in enumerate(model_spec(cfg).blocks) if (i in cfg.mla_layers) == attends)
+    mixer: Any = mla if attends else gdn
+
+    def layer(stored: Block, x: Tensor, position: Tensor, before: Any) -> tuple[Tensor, Any, Any]:
         p = backend.gather(stored, spec)
-        before: Any = state.layers[i] if state else None
-        mixer: Any = mla if isinstance(p.mixer, MlaParams) else gdn
-        y, after = mixer(
-            p.mixer,
-            rms_norm(x, p.mixer_norm, eps=cfg.norm_eps),
-            cfg=cfg,
-            position=position,
-            backend=backend,
-            state=before,
-        )
+        normed = rms_norm(x, p.mixer_norm, eps=cfg.norm_eps)
+        y, after = mixer(p.mixer, normed, cfg=cfg, position=position, backend=backend, state=before or None)
         x = x + y
-        if after is not None:
-            layers.append(after)
+        load: Load | tuple[()] = ()
         if isinstance(p.ffn, MoeParams):
             y, load = moe(p.ffn, rms_norm(x, p.ffn_norm, eps=cfg.norm_eps), cfg=cfg, capacity=capacity)
             x = x + y
-            loads.append(load)
         elif isinstance(p.ffn, SwigluParams):
             x = x + swiglu(p.ffn, rms_norm(x, p.ffn_norm, eps=cfg.norm_eps))
-    return Trunk(x, tuple(layers), tuple(loads))
+        return x, load, after or ()
+
+    return layer
 
 
 def gather_ends(params: ModelParams, *, cfg: ModelConfig, backend: Backend) -> ModelParams:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hymo import tree
-from hymo.backend import Backend
+from hymo.backend import Backend, inline
 from hymo.distributed import SHARDS, Ranks
 from hymo.model import ModelParams
 from hymo.params import COMPUTE_ROLES, ParamSpec, is_spec
@@ -84,7 +84,10 @@ def gather_params(params: Any, spec: Any, *, dtype: torch.dtype, ranks: Ranks) -
 
 def sharded_backend(backend: Backend, dtype: torch.dtype, ranks: Ranks) -> Backend:
     """`backend` for parameters of which each rank has its shards, its layers computing in `dtype`."""
-    return backend if ranks.shards == 1 else backend._replace(gather=partial(gather_params, dtype=dtype, ranks=ranks))
+    if ranks.shards == 1:
+        return backend
+    # The messages of a layer stay in the program around it, which can move them.
+    return backend._replace(gather=partial(gather_params, dtype=dtype, ranks=ranks), region=inline)
 
 
 def whole_params(params: ModelParams, spec: ModelParams, ranks: Ranks) -> ModelParams:

@@ -16,7 +16,11 @@ from hymo.layers.moe import Load, MoeParams, rebalance
 from hymo.loss import Losses, label_counts, loss
 from hymo.model import Block, ModelParams
 from hymo.optim import GradientTransform, apply_updates, build_schedule, clip, learning_rates
+from hymo.optim.stacks import Stacks, everywhere
 from hymo.params import partition
+
+STACKED = 2**21
+"""Elements of a leaf up to which it is moved in a stack of its like: matrices, not experts, of v1.0."""
 
 
 class TrainState(NamedTuple):
@@ -131,20 +135,24 @@ def train_step(
         ranks: among which the state is split, in the way of `hymo.sharding`; `backend` and `optimizer` know them too.
     """
     grads, value, losses = gradients(state.params, batch, cfg=cfg, spec=spec, backend=backend, ranks=ranks)
+    trainable, buffers = partition(spec, state.params)
+    # Hundreds of leaves, most of them small, are a few stacks; a rank's shards are moved as they are.
+    stacks = Stacks(spec, largest=STACKED if ranks.world == 1 else 0)
+    grads, trainable = stacks.join(grads), stacks.join(trainable)
+    moments = everywhere(stacks.join, state.optimizer, ModelParams)
     norm = ranks.norm(grads)
     finite = torch.isfinite(norm) & torch.isfinite(value)
 
-    trainable, buffers = partition(spec, state.params)
-    updates, moments = optimizer.update(
-        clip(grads, norm, cfg.training.grad_clip), state.optimizer, trainable, state.step
-    )
-    moved = tree.combine(apply_updates(trainable, updates), _balanced(buffers, losses.loads, cfg=cfg))
-    params, moments = tree.select(finite, (moved, moments), (state.params, state.optimizer))
+    clipped = clip(grads, norm, cfg.training.grad_clip)
+    updates, after = optimizer.update(clipped, moments, trainable, state.step)
+    moved, after = tree.select(finite, (apply_updates(trainable, updates), after), (trainable, moments))
+    balanced = tree.select(finite, _balanced(buffers, losses.loads, cfg=cfg), buffers)
+    params, moments = tree.combine(stacks.split(moved), balanced), everywhere(stacks.split, after, ModelParams)
 
     rows = batch.tokens.shape[0] * batch.tokens.shape[1] * ranks.world
     skipped = torch.where(finite, 0, state.skipped + 1)
-    after = TrainState(params, moments, state.step + 1, state.samples + rows, skipped)
-    return after, _metrics(after, state, batch, value, losses, norm, finite, cfg=cfg, ranks=ranks)
+    reached = TrainState(params, moments, state.step + 1, state.samples + rows, skipped)
+    return reached, _metrics(reached, state, batch, value, losses, norm, finite, cfg=cfg, ranks=ranks)
 
 
 def experts(params: ModelParams) -> tuple[MoeParams, ...]:

@@ -157,6 +157,9 @@ def by_shape(f: Direction, first: Sequence[Tensor], second: Sequence[Tensor]) ->
         members.setdefault(x.shape, []).append(index)
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for indices in members.values():
+        if len(indices) == 1:
+            done[indices[0]] = f(first[indices[0]], second[indices[0]])
+            continue
         left, right = f(stack([first[i] for i in indices]), stack([second[i] for i in indices]))
         done |= zip(indices, zip(unstack(left), unstack(right), strict=True), strict=True)
     return [done[i][0] for i in range(len(first))], [done[i][1] for i in range(len(first))]

@@ -4,15 +4,17 @@ Stacking and unstacking are operations that a compiler does not look into: it wo
 place in each stack, and compile for minutes.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from hymo import tree
-from hymo.optim.transform import GradientTransform, Step
+from hymo.params import is_spec
 from hymo_kernels.primitive import define
+
+T = TypeVar("T")
 
 
 def _stack_mapped(info: Any, dims: Any, parts: list[Tensor]) -> tuple[Tensor, int]:
@@ -60,41 +62,58 @@ def unstack(x: Tensor) -> list[Tensor]:
     return parts
 
 
-def stacked(transform: GradientTransform, *, largest: int) -> GradientTransform:
-    """The same transform of the same numbers, given leaves of one shape and dtype as one stack; its state is unstacked.
+class Stacks:
+    """Leaves that are moved together: those whose declarations have one shape and one role, if they are not large.
 
-    For transforms that treat every number alike, wherever it stands.
+    Where they are joined, the first of them holds the stack and the others are holes, so that a joined tree is worked
+    on like any other.
 
     Args:
-        largest: elements of a leaf that is still worth copying; larger ones stay by themselves.
+        spec: the declarations of all leaves.
+        largest: elements of a leaf that is still worth copying.
     """
 
-    def update(grads: Any, state: Any, params: Any, step: Step) -> tuple[Any, Any]:
-        leaves, structure = tree.flatten(grads)
-        stacks: dict[Any, list[int]] = {}
-        for i, leaf in enumerate(leaves):
-            stacks.setdefault((leaf.shape, leaf.dtype) if leaf.numel() <= largest else i, []).append(i)
+    def __init__(self, spec: Any, *, largest: int) -> None:
+        self.spec = spec
+        classes: dict[Any, list[int]] = {}
+        for i, leaf in enumerate(tree.leaves(spec, is_leaf=is_spec)):
+            if leaf.size <= largest:
+                classes.setdefault((leaf.shape, leaf.role), []).append(i)
+        self.classes = [members for members in classes.values() if len(members) > 1]
 
-        def together(each: Any) -> dict[int, Tensor]:
-            found = tree.leaves(each)
-            return {m[0]: stack([found[i] for i in m]) if m[1:] else found[m[0]] for m in stacks.values()}
+    def join(self, each: T) -> T:
+        """A tree of the declarations' structure, holes allowed, with the members of a class stacked."""
+        values = self._values(each)
+        for first, *others in self.classes:
+            if not tree.is_hole(values[first]):
+                values[first] = stack([values[i] for i in (first, *others)])
+                values |= dict.fromkeys(others, ())
+        joined: T = self._tree(values)
+        return joined
 
-        def apart(held: dict[int, Tensor]) -> Any:
-            parts = {
-                i: part
-                for m in stacks.values()
-                for i, part in zip(m, unstack(held[m[0]]) if m[1:] else (held[m[0]],), strict=True)
-            }
-            return tree.unflatten([parts[i] for i in range(len(leaves))], structure)
+    def split(self, each: T) -> T:
+        """What `join` was given."""
+        values = self._values(each)
+        for members in self.classes:
+            if not tree.is_hole(values[members[0]]):
+                values |= zip(members, unstack(values[members[0]]), strict=True)
+        joined: T = self._tree(values)
+        return joined
 
-        def unstacked(node: Any) -> bool:
-            return bool(tree.flatten(node)[1] == structure)
+    def _values(self, each: Any) -> dict[int, Any]:
+        values: list[Any] = []
+        tree.map(lambda leaf, value: values.append(value), self.spec, each, is_leaf=is_spec)
+        return dict(enumerate(values))
 
-        def held(node: Any) -> bool:
-            return isinstance(node, dict) and list(node) == [m[0] for m in stacks.values()]
+    def _tree(self, values: dict[int, Any]) -> Any:
+        places = iter(range(len(values)))
+        return tree.map(lambda leaf: values[next(places)], self.spec, is_leaf=is_spec)
 
-        before = tree.map(lambda node: together(node) if unstacked(node) else node, state, is_leaf=unstacked)
-        updates, after = transform.update(together(grads), before, together(params), step)
-        return apart(updates), tree.map(lambda node: apart(node) if held(node) else node, after, is_leaf=held)
 
-    return GradientTransform(transform.init, update)
+def everywhere(f: Callable[[T], T], state: Any, kind: type[T]) -> Any:
+    """A tree in which `f` has been applied to every subtree of a kind."""
+
+    def is_kind(node: Any) -> bool:
+        return isinstance(node, kind)
+
+    return tree.map(lambda node: f(node) if is_kind(node) else node, state, is_leaf=is_kind)

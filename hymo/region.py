@@ -1,0 +1,241 @@
+"""Regions: what a compiled program does many times, compiled once.
+
+A compiler reads a model of 32 layers as 32 layers and takes minutes over what is two kinds of layer. A region is a pure
+function that the program around it sees as one operation. Its forward and backward are traced and compiled when its
+arguments have a signature for the first time; the backward recomputes what is cheaper to recompute than to keep.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from hymo import tree
+from hymo.jit import Compile
+from hymo_kernels.primitive import define, differentiable
+
+R = TypeVar("R")
+Run = Callable[[list[Tensor]], Sequence[Tensor]]
+_number = itertools.count()
+
+
+class Program(NamedTuple):
+    """A region for one signature.
+
+    Args:
+        run: differentiable, from the leaves of the arguments to those of the result.
+        structure: of the result.
+    """
+
+    run: Callable[..., Any]
+    structure: Any
+
+
+class Halves(NamedTuple):
+    """A function's forward, which also gives what its backward wants, and that backward.
+
+    Args:
+        forward: from the inputs to the outputs and what is kept.
+        backward: from what it wants and the outputs' gradients to the inputs' gradients, None where there is none.
+        wanted: what the backward wants, as indices into (*inputs, *outputs, *kept).
+        kept: how many values are kept.
+        moving: the outputs that have a gradient.
+        structure: of the function's result.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    wanted: tuple[int, ...]
+    kept: int
+    moving: tuple[int, ...]
+    structure: Any
+
+
+@functools.cache
+def region(pure: Callable[..., R], *, compile: Compile) -> Callable[..., R]:
+    """`pure` as one operation of the program that calls it; ask for it with one and the same function every time.
+
+    Args:
+        pure: a function of trees of tensors that returns a tree of tensors; every floating-point leaf may want a
+            gradient. Closures are constants.
+        compile: as in `jit`; `none` is `pure` itself.
+    """
+    programs: dict[Any, Program] = {}
+
+    def call(*args: Any) -> R:
+        leaves, structure = tree.flatten(args)
+        signature = structure, tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves)
+        if signature not in programs:
+            # In a thread of its own: a trace and a gradient that are under way here must not see what is traced there.
+            with ThreadPoolExecutor(1) as thread:
+                programs[signature] = thread.submit(_build, pure, signature, compile).result()
+        program = programs[signature]
+        outputs = program.run(*leaves)
+        result: R = tree.unflatten(list(outputs) if isinstance(outputs, tuple) else [outputs], program.structure)
+        return result
+
+    return pure if compile == "none" else call
+
+
+def _build(pure: Callable[..., Any], signature: Any, compile: Compile) -> Program:
+    structure, kinds = signature
+    with FakeTensorMode() as mode:
+        inputs = [
+            torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
+            for shape, dtype, device in kinds
+        ]
+        halves = _halves(pure, inputs, structure)
+        run_forward, made = _compiled(halves.forward, [x.detach() for x in inputs], mode, compile)
+        values = [*(x.detach() for x in inputs), *made]
+        received = [values[i] for i in halves.wanted] + [made[i].contiguous() for i in halves.moving]
+        run_backward, found = _compiled(halves.backward, received, mode, compile, is_backward=True)
+    moved = [i for i, x in enumerate(found) if x is not None]
+    number = next(_number)
+    forward = _operation(f"region_{number}", run_forward, inputs, made)
+    backward = _operation(f"region_{number}_backward", run_backward, received, found)
+
+    def region(*leaves: Tensor) -> tuple[Tensor, ...]:
+        return tuple(forward(list(leaves)))
+
+    def gradients(
+        needs: tuple[bool, ...], arguments: tuple[Any, ...], outputs: tuple[Any, ...], grads: tuple[Any, ...]
+    ) -> tuple[Tensor | None, ...]:
+        values = (*arguments, *outputs)
+        given = [_like(made[i]).zero_() if grads[i] is None else grads[i] for i in halves.moving]
+        result = dict(zip(moved, backward([*(values[i] for i in halves.wanted), *given]), strict=True))
+        # What a leaf does not move at all has a gradient of zeros.
+        return tuple(
+            (result[i] if i in result else _like(inputs[i]).zero_()) if need else None for i, need in enumerate(needs)
+        )
+
+    run = differentiable(
+        region,
+        gradients,
+        save=tuple(sorted(set(halves.wanted))),
+        shared=tuple(range(len(inputs))),
+        residuals=halves.kept,
+    )
+    return Program(run, halves.structure)
+
+
+def _halves(pure: Callable[..., Any], inputs: list[Tensor], structure: Any) -> Halves:
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    of_result: list[Any] = []
+
+    def flat(*leaves: Tensor) -> tuple[Tensor, ...]:
+        results, found = tree.flatten(pure(*tree.unflatten(list(leaves), structure)))
+        of_result[:] = [found]
+        return tuple(results)
+
+    moving = tuple(i for i, x in enumerate(flat(*inputs)) if x.requires_grad)
+    outputs = of_result[0].num_leaves
+    joint: Any = aot_export_joint_simple(flat, tuple(inputs), trace_joint=True, decompositions=select_decomp_table())
+    forward, backward = min_cut_rematerialization_partition(joint, (), num_fwd_outputs=outputs)
+
+    placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    assert len(placeholders) == len(inputs), "a region's forward takes all its inputs"
+    results = _results(forward)
+    place = {node: i for i, node in enumerate((*placeholders, *results[:outputs]))}
+    received = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    kept: list[fx.Node] = []
+    wanted = []
+    for node, its in zip(results[outputs:], received, strict=False):
+        # Of a view its base is kept, which has storage of its own; the backward takes the view.
+        base, views = _base(node)
+        if base not in place:
+            place[base] = len(inputs) + outputs + len(kept)
+            kept.append(base)
+        wanted.append(place[base])
+        _view_in(backward, its, base, views, after=received[-1])
+    forward.graph.output_node().args = ((*results[:outputs], *kept),)
+    forward.recompile()
+    backward.recompile()
+    return Halves(forward, backward, tuple(wanted), len(kept), moving, of_result[0])
+
+
+def _base(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
+    """What a node is a view of, and the views that lead to it."""
+    views: list[fx.Node] = []
+    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and isinstance(node.args[0], fx.Node):
+        views.insert(0, node)
+        node = node.args[0]
+    return node, views
+
+
+def _view_in(graph: fx.GraphModule, received: fx.Node, base: fx.Node, views: list[fx.Node], *, after: fx.Node) -> None:
+    """Lets a graph receive the base of the views that it wants."""
+    users, last = list(received.users), received
+    for view in views:
+        target: Any = view.target
+        with graph.graph.inserting_after(after):
+            after = graph.graph.call_function(target, (last, *view.args[1:]), dict(view.kwargs))
+        after.meta = dict(view.meta)
+        last = after
+    for user in users:
+        user.replace_input_with(received, last)
+    received.meta = {**received.meta, "val": base.meta["val"]}
+
+
+def _results(graph: fx.GraphModule) -> list[Any]:
+    results: Any = graph.graph.output_node().args[0]
+    return list(results)
+
+
+def _compiled(
+    graph: fx.GraphModule, inputs: list[Tensor], mode: FakeTensorMode, compile: Compile, *, is_backward: bool = False
+) -> tuple[Run, list[Any]]:
+    """A graph as it runs, and tensors like its results."""
+    made = [node.meta["val"] if isinstance(node, fx.Node) else None for node in _results(graph)]
+    if compile == "aot_eager":
+        return lambda x: graph(*x), made
+    from torch._guards import TracingContext, tracing
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    with torch.no_grad(), tracing(TracingContext(mode)), TracingContext.report_output_strides() as reported:
+        run: Any = compile_fx_inner(graph, inputs, is_backward=is_backward)
+    strides = reported or [None] * len(made)
+    return run, [
+        x if stride is None or x is None else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
+        for x, stride in zip(made, strides, strict=True)
+    ]
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _operation(name: str, run: Run, given: list[Tensor], made: list[Any]) -> Callable[..., list[Tensor]]:
+    """A compiled graph as a raw op, from tensors like those given to tensors like those made, less what is None."""
+
+    def operation(inputs: list[Tensor]) -> list[Tensor]:
+        placed = [
+            x if x.stride() == like.stride() else _like_but(x, like) for x, like in zip(inputs, given, strict=True)
+        ]
+        # A result that shares memory with another tensor would be written over when that is free again.
+        taken = {x.untyped_storage().data_ptr() for x in inputs}
+        outputs = []
+        for x, like in zip(run(placed), made, strict=True):
+            if like is None:
+                continue
+            own = x.untyped_storage().data_ptr()
+            outputs.append(_like_but(x, like) if own in taken or x.stride() != like.stride() else x)
+            taken.add(own)
+        return outputs
+
+    def fake(inputs: list[Tensor]) -> list[Tensor]:
+        return [_like(x) for x in made if x is not None]
+
+    return define(f"{name}(Tensor[] inputs) -> Tensor[]", fake=fake, cpu=operation, cuda=operation)
+
+
+def _like_but(x: Tensor, like: Tensor) -> Tensor:
+    """The same numbers, placed as in another tensor."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
