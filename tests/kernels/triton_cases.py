@@ -5,12 +5,14 @@ variable when it is imported, so that the tests give it a process of its own.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from hymo_kernels import naive_gated_delta_rule
-from hymo_kernels.host import triton_gated_delta_rule as kernels
+from hymo_kernels.host import narrow_gated_delta_rule as narrow
+from hymo_kernels.host import triton_gated_delta_rule as wide
 
 NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
 HEAD_AXIS = (2, 1, 2, 2, 2, 2, 2, 1)
@@ -74,11 +76,12 @@ def by_kernels(case: Case, x: dict[str, Tensor | None]) -> list[Tensor]:
     """Read-outs, final state, and gradients, straight from the launchers."""
     static = (case.k**-0.5, case.norm, case.in_kernel, case.in_kernel, 2.0 if case.in_kernel else 1.0, True)
     tensors = [x[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "start", "bounds")]
-    o, end, *made = kernels.forward(*tensors, *static)  # type: ignore[arg-type]
+    kernels: Any = narrow if max(case.k, case.v) <= narrow.WIDEST else wide
+    o, end, *made = kernels.forward(*tensors, *static)
     q, k, v, g, beta, A_log, dt_bias, start, bounds = tensors
-    grads = kernels.backward(q, k, v, start, bounds, *made, x["do"], x["d_end"], False, *static)  # type: ignore[arg-type]
-    found = kernels.Gradients(*grads)
-    dg, d_beta, _, _ = kernels.through_gates(found, g, beta, A_log, dt_bias, kernels.Options(*static))  # type: ignore[arg-type]
+    grads = kernels.backward(q, k, v, start, bounds, *made, x["do"], x["d_end"], False, *static)
+    found = wide.Gradients(*grads)
+    dg, d_beta, _, _ = wide.through_gates(found, g, beta, A_log, dt_bias, wide.Options(*static))  # type: ignore[arg-type]
     assert dg is not None
     return [o, end, found.q, found.k, found.v, dg, d_beta, *([found.start] if case.state else [])]
 
@@ -130,8 +133,8 @@ INTERPRETED = (
 
 
 def main() -> None:
-    # Two multiprocessors, so that the long case is cut into segments.
-    kernels.multiprocessors = lambda device: 2  # type: ignore[assignment]
+    # Two multiprocessors, so that long cases are cut into segments.
+    narrow.multiprocessors = wide.multiprocessors = lambda device: 2  # type: ignore[assignment]
     for case in INTERPRETED:
         errors = worst_heads(case, "cpu", torch.float32)
         print(case, {name: f"{error:.1e}" for name, error in errors.items()})

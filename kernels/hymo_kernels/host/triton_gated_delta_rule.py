@@ -1,5 +1,9 @@
-"""The gated delta rule on NVIDIA GPUs: what is launched, on how many programs, and with which tiles."""
+"""The gated delta rule on NVIDIA GPUs: what is launched, on how many programs, and with which tiles.
 
+Narrow heads have kernels of their own: `narrow_gated_delta_rule`.
+"""
+
+import functools
 import importlib.util
 import itertools
 from typing import Any, NamedTuple
@@ -8,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hymo_kernels.host import hopper_gated_delta_rule as hopper
+from hymo_kernels.host import narrow_gated_delta_rule as narrow
 from hymo_kernels.host.gated_delta_call import (
     CHUNK,
     FORGOTTEN,
@@ -15,6 +20,8 @@ from hymo_kernels.host.gated_delta_call import (
     Options,
     Prepared,
     Shape,
+    aligned,
+    backward_outputs,
     multiprocessors,
     shape_of,
 )
@@ -42,7 +49,6 @@ class Plan(NamedTuple):
 
 
 PLANS: dict[int, Plan] = {
-    32: Plan(Tiles(0, 4, 1), Tiles(32, 4, 2), Tiles(32, 4, 2), Tiles(32, 4, 2), Tiles(32, 4, 1)),
     64: Plan(Tiles(0, 4, 1), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 4, 1)),
     128: Plan(Tiles(0, 4, 1), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 8, 1)),
 }
@@ -85,11 +91,6 @@ def _tiles(shape: Shape, tiles: Tiles) -> int:
     return -(-shape.v // tiles.block_v)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    # Offsets inside a chunk are 32 bits wide.
-    return x if x.stride(-1) == 1 and CHUNK * x.stride(1) < 2**31 else x.contiguous()
-
-
 def _sizes(shape: Shape) -> dict[str, Any]:
     return {"H": shape.h, "HV": shape.hv, "K": shape.k, "BLOCK_K": width_of(shape), "C": CHUNK, "PACKED": shape.packed}
 
@@ -121,7 +122,7 @@ def forward(
     from hymo_kernels.device.prepare import prepare_kernel
 
     options = Options(*static)
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     shape = shape_of(q, v, cu_seqlens)
     o, end, *rest = _forward_outputs(q, k, v, cu_seqlens, options)
     made = Prepared(*rest)
@@ -276,9 +277,9 @@ def backward(
 
     options = Options(*static)
     kept = Prepared(inverse, attention, total, segment, strength, q_unit, k_unit, forget)
-    q, k, v, do = _aligned(q), _aligned(k), _aligned(v), _aligned(do)
+    q, k, v, do = aligned(q), aligned(k), aligned(v), aligned(do)
     shape = shape_of(q, v, cu_seqlens)
-    grads = Gradients(*_backward_outputs(q, k, v, start, cu_seqlens))
+    grads = Gradients(*backward_outputs(q, k, v, start, cu_seqlens))
     if shape.t == 0:
         if start is not None:
             grads.start.copy_(d_end) if d_end is not None else grads.start.zero_()
@@ -366,48 +367,51 @@ def backward(
     return tuple(grads)
 
 
-def _backward_outputs(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, ...]:
-    shape = shape_of(q, v, cu_seqlens)
-    b, t, h, hv = shape[:4]
-
-    def new(*size: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=q.device)
-
-    return (
-        new(b, t, h, shape.k, dtype=q.dtype),
-        new(b, t, h, shape.k, dtype=k.dtype),
-        new(b, t, hv, shape.v, dtype=v.dtype),
-        new(b, t, hv),
-        new(b, t, hv),
-        new(*start.shape) if start is not None else new(b, 0),
-    )
-
-
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? start, "
     "Tensor? cu_seqlens"
 )
 STATIC = "float scale, bool norm, bool gate, bool sigmoid, float beta_max, bool keep_end"
-MADE = ", ".join(f"Tensor {name}" for name in Prepared._fields)
-FORWARD = define(
-    f"gated_delta_forward({INPUTS}, {STATIC}) -> ({', '.join(['Tensor'] * 10)})",
-    fake=lambda q, k, v, g, beta, A_log, dt_bias, start, cu_seqlens, *static: _forward_outputs(
-        q, k, v, cu_seqlens, Options(*static)
-    ),
-    cuda=forward,
-)
-BACKWARD = define(
-    "gated_delta_backward(Tensor q, Tensor k, Tensor v, Tensor? start, Tensor? cu_seqlens, "
-    f"{MADE}, Tensor do, Tensor? d_end, bool only_start, {STATIC}) -> ({', '.join(['Tensor'] * 6)})",
-    fake=lambda q, k, v, start, cu_seqlens, *others: _backward_outputs(q, k, v, start, cu_seqlens),
-    cuda=backward,
-)
+
+
+class Ops(NamedTuple):
+    """The two opaque operations of one kind of kernels, and how many tensors the one leaves to the other."""
+
+    forward: Any
+    backward: Any
+    kept: int
+
+
+def _ops(name: str, forward: Any, backward: Any, outputs: Any, kept: tuple[str, ...]) -> Ops:
+    left = ", ".join(f"Tensor {each}" for each in kept)
+    return Ops(
+        define(
+            f"{name}_forward({INPUTS}, {STATIC}) -> ({', '.join(['Tensor'] * (2 + len(kept)))})",
+            fake=lambda q, k, v, g, beta, A_log, dt_bias, start, cu_seqlens, *static: outputs(
+                q, k, v, cu_seqlens, Options(*static)
+            ),
+            cuda=forward,
+        ),
+        define(
+            f"{name}_backward(Tensor q, Tensor k, Tensor v, Tensor? start, Tensor? cu_seqlens, "
+            f"{left}, Tensor do, Tensor? d_end, bool only_start, {STATIC}) -> ({', '.join(['Tensor'] * 6)})",
+            fake=lambda q, k, v, start, cu_seqlens, *others: backward_outputs(q, k, v, start, cu_seqlens),
+            cuda=backward,
+        ),
+        len(kept),
+    )
+
+
+OPS = {
+    False: _ops("gated_delta", forward, backward, _forward_outputs, Prepared._fields),
+    True: _ops("narrow_gated_delta", narrow.forward, narrow.backward, narrow.forward_outputs, narrow.Kept._fields),
+}
+"""By whether the heads are narrow."""
 ARGUMENTS = 9 + len(Options._fields)
 
 
 def _gradients(
+    is_narrow: bool,
     needs: tuple[bool, ...],
     arguments: tuple[Any, ...],
     outputs: tuple[Tensor, ...],
@@ -417,7 +421,8 @@ def _gradients(
     options = Options(*arguments[9:])
     do = torch.zeros_like(v) if grads[0] is None else grads[0]
     only_start = not any(needs[:7])
-    found = Gradients(*BACKWARD(q, k, v, start, cu_seqlens, *outputs[2:], do, grads[1], only_start, *options))
+    rest = (*outputs[2:], do, grads[1], only_start, *options)
+    found = Gradients(*OPS[is_narrow].backward(q, k, v, start, cu_seqlens, *rest))
     dg, d_beta, d_rate, d_bias = through_gates(found, g, beta, A_log, dt_bias, options)
     return (
         found.q,
@@ -456,16 +461,24 @@ def through_gates(
     return None if g is None else d_raw.to(g.dtype), d_beta, d_rate, d_bias
 
 
-def _rule(shared: tuple[int, ...]) -> Any:
+def _rule(is_narrow: bool, shared: tuple[int, ...]) -> Any:
     def gated_delta_rule(*arguments: Any) -> Any:
-        return FORWARD(*arguments)
+        return OPS[is_narrow].forward(*arguments)
 
-    saved = (*range(9), *range(ARGUMENTS + 2, ARGUMENTS + 2 + len(Prepared._fields)))
-    return differentiable(gated_delta_rule, _gradients, save=saved, shared=shared, residuals=len(Prepared._fields))
+    kept = OPS[is_narrow].kept
+    saved = (*range(9), *range(ARGUMENTS + 2, ARGUMENTS + 2 + kept))
+    gradients = functools.partial(_gradients, is_narrow)
+    return differentiable(gated_delta_rule, gradients, save=saved, shared=shared, residuals=kept)
 
 
-# By which of A_log, dt_bias and cu_seqlens are given. Made here: a class cannot be made while a call is traced.
-_RULES = {shared: _rule(shared) for count in range(4) for shared in itertools.combinations((5, 6, 8), count)}
+# By the kind of kernels, and which of A_log, dt_bias and cu_seqlens are given. Made here: a class cannot be made while
+# a call is traced.
+_RULES = {
+    (is_narrow, shared): _rule(is_narrow, shared)
+    for is_narrow in OPS
+    for count in range(4)
+    for shared in itertools.combinations((5, 6, 8), count)
+}
 
 
 def triton_gated_delta_rule(
@@ -483,5 +496,5 @@ def triton_gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Read-outs and final states; an empty tensor for these unless `options.keep_end`."""
     shared = tuple(i for i, x in ((5, A_log), (6, dt_bias), (8, cu_seqlens)) if x is not None)
-    o, end = _RULES[shared](q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options)
+    o, end = _RULES[narrow.serves(q, v), shared](q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options)
     return o, end

@@ -1,0 +1,277 @@
+"""Gated delta rule for narrow heads, backward: the state's gradient carried back through the chunks of a segment.
+
+The equations are those of `backward.py`, in transposes. `narrow_chain_kernel` finds what a segment adds to the state's
+gradient, and of the last segment all of it; by what it multiplies it, the forward has kept. `narrow_backward_kernel`
+then has the gradient at the end of its segment, and gives all gradients in one pass.
+"""
+
+import triton
+import triton.language as tl
+
+from hymo_kernels.device.forward import store_tile, tile_of, vector_of, wide
+from hymo_kernels.device.narrow_prepare import decays, piece, state_of, store_state, unit_of
+
+
+@triton.jit(do_not_specialize=["T", "places", "sequences", "length", "segments"])
+def narrow_chain_kernel(
+    q,
+    k,
+    do,  # [B, T, HV, V]
+    inverse,
+    total,
+    segment,
+    strength,
+    d_end,  # [N, HV, K, V], gradient of the end state
+    added,  # [B, HV, places, V, K] fp32
+    cu_seqlens,
+    scale,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    stride_sn,
+    stride_sh,
+    stride_sk,
+    stride_sv,
+    T,
+    places,
+    sequences,
+    length,
+    segments,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_END: tl.constexpr,
+    ALL: tl.constexpr,  # the first segments of sequences too
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    hv, n, batch, first, tokens, _, part, place, begin, end, more = piece(
+        cu_seqlens, T, places, sequences, length, segments, HV, C, PACKED
+    )
+    if (part == 0) & ALL | (part > 0) & (begin < end):
+        head = hv // (HV // H)
+        row = (batch * HV + hv) * T + first
+        features = tl.arange(0, BLOCK_K)
+        columns = tl.arange(0, BLOCK_V)
+        i = tl.arange(0, C)
+        q += batch * stride_qb + first * stride_qt + head * stride_qh
+        k += batch * stride_kb + first * stride_kt + head * stride_kh
+        do += batch * stride_ob + first * stride_ot + hv * stride_oh
+        dS = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+        if HAS_END:
+            if more == 0:
+                d_end += n * stride_sn + hv * stride_sh
+                dS = state_of(d_end, stride_sv, stride_sk, columns, features, V, K).to(tl.float32)
+        for step in tl.range(0, end - begin, num_stages=STAGES):
+            chunk = end - 1 - step
+            kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+            qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+            dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
+            A = tile_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
+            G = vector_of(total + row, chunk, tokens, C)
+            seg = vector_of(segment + row, chunk, tokens, C)
+            beta = vector_of(strength + row, chunk, tokens, C)
+            left = tokens - chunk * C
+            seg = tl.where(i < left, seg, 127)
+            gamma, w, gamma_all = decays(G, seg, left, C)
+            ku = unit_of(kt, NORM, C)
+            qu = scale * unit_of(qt, NORM, C)
+            P = tl.dot(kt, tl.trans(qt), input_precision=PRECISION) * ku[:, None] * qu[None, :]
+            P = (P * _left_later(G, seg, C)).to(kt.dtype)
+            through = tl.dot(dS.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
+            d_write = (w * ku)[None, :] * through
+            d_write = tl.dot(tl.trans(dot), tl.trans(P), d_write, input_precision=PRECISION)
+            dR = tl.dot(d_write.to(kt.dtype), A, input_precision=PRECISION)
+            erased = ((-beta * gamma * ku)[None, :] * dR).to(kt.dtype)
+            read = ((gamma * qu)[:, None] * dot.to(tl.float32)).to(kt.dtype)
+            dS = tl.dot(tl.trans(read), qt, gamma_all * dS, input_precision=PRECISION)
+            dS = tl.dot(erased, kt, dS, input_precision=PRECISION)
+        store_state(added + place * V * K, K, 1, columns, features, dS, V, K)
+
+
+@triton.jit
+def _left_later(G, seg, C: tl.constexpr):
+    """What is left at each token (columns) of what each earlier one wrote."""
+    i = tl.arange(0, C)
+    later = (i[:, None] <= i[None, :]) & (seg[:, None] == seg[None, :])
+    return tl.where(later, tl.exp(G[None, :] - G[:, None]), 0.0)
+
+
+@triton.jit(do_not_specialize=["T", "slots", "places", "sequences", "length", "segments"])
+def narrow_backward_kernel(
+    q,
+    k,
+    v,
+    do,
+    inverse,
+    total,
+    segment,
+    strength,
+    states,
+    d_end,  # [N, HV, K, V], gradient of the end state
+    carried,  # [B, HV, places, V, K] fp32, gradient of the state after each segment but the last
+    dq,  # [B, T, HV, K]
+    dk,  # [B, T, HV, K]
+    dv,  # [B, T, HV, V]
+    dg,  # [B, T, HV] fp32
+    d_beta,  # [B, T, HV] fp32
+    d_start,  # [N, HV, K, V] fp32
+    cu_seqlens,
+    scale,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_ob,
+    stride_ot,
+    stride_oh,
+    stride_sn,
+    stride_sh,
+    stride_sk,
+    stride_sv,
+    T,
+    slots,
+    places,
+    sequences,
+    length,
+    segments,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_END: tl.constexpr,
+    KEEP_START: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    hv, n, batch, first, tokens, slot, part, place, begin, end, more = piece(
+        cu_seqlens, T, places, sequences, length, segments, HV, C, PACKED
+    )
+    head = hv // (HV // H)
+    row = (batch * HV + hv) * T + first
+    out = (batch * T + first) * HV + hv
+    features = tl.arange(0, BLOCK_K)
+    columns = tl.arange(0, BLOCK_V)
+    i = tl.arange(0, C)
+    q += batch * stride_qb + first * stride_qt + head * stride_qh
+    k += batch * stride_kb + first * stride_kt + head * stride_kh
+    v += batch * stride_vb + first * stride_vt + hv * stride_vh
+    do += batch * stride_ob + first * stride_ot + hv * stride_oh
+    states += ((batch * HV + hv) * slots + slot) * K * V
+    dS = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+    if HAS_END:
+        if more == 0:
+            d_end += n * stride_sn + hv * stride_sh
+            dS = state_of(d_end, stride_sv, stride_sk, columns, features, V, K).to(tl.float32)
+    if more:
+        dS = state_of(carried + place * V * K, K, 1, columns, features, V, K)
+    for step in tl.range(0, end - begin, num_stages=STAGES):
+        chunk = end - 1 - step
+        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+        vt = tl.trans(tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
+        dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
+        A = tile_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
+        S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
+        G = vector_of(total + row, chunk, tokens, C)
+        seg = vector_of(segment + row, chunk, tokens, C)
+        beta = vector_of(strength + row, chunk, tokens, C)
+        left = tokens - chunk * C
+        inside = i < left
+        seg = tl.where(inside, seg, 127)
+        gamma, w, gamma_all = decays(G, seg, left, C)
+        ku = unit_of(kt, NORM, C)
+        qu = unit_of(qt, NORM, C)
+        read_scale = scale * qu
+        Gamma = _left_later(G, seg, C) * ku[:, None]  # [j, i]: at token i, of what token j wrote
+
+        # The chain: what reaches this chunk's writes, through the read-outs and through the later state.
+        dS_low = dS.to(kt.dtype)
+        kq = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
+        P = (kq * Gamma * read_scale[None, :]).to(kt.dtype)
+        through = (w * ku)[None, :] * tl.dot(dS_low, tl.trans(kt), input_precision=PRECISION)
+        d_write = tl.dot(tl.trans(dot), tl.trans(P), through, input_precision=PRECISION)
+        dR = tl.dot(d_write.to(kt.dtype), A, input_precision=PRECISION)
+        erased = ((-beta * gamma * ku)[None, :] * dR).to(kt.dtype)
+        dv_tile = (beta[None, :] * dR).to(dv.dtype.element_ty)
+        store_tile(dv + out * V, HV * V, chunk, tokens, columns, tl.trans(dv_tile), C, V, BLOCK_V)
+
+        kS = (gamma * ku)[None, :] * tl.dot(S, tl.trans(kt), input_precision=PRECISION)
+        error = vt.to(tl.float32) - kS
+        write = tl.dot((beta[None, :] * error).to(kt.dtype), tl.trans(A), input_precision=PRECISION)
+        d_strength = tl.sum(dR * error, 0)
+        erase_sum = beta * tl.sum(dR * kS, 0)
+        to_end = tl.sum(write * through, 0)
+        kept = gamma_all * tl.sum(tl.sum(S.to(tl.float32) * dS, 1), 0)
+
+        read = ((gamma * read_scale)[:, None] * dot.to(tl.float32)).to(kt.dtype)
+        dS = tl.dot(tl.trans(read), qt, gamma_all * dS, input_precision=PRECISION)
+        dS = tl.dot(erased, kt, dS, input_precision=PRECISION)
+
+        write = tl.trans(write.to(kt.dtype))
+        d_query = tl.dot(read, S, input_precision=PRECISION)
+        read_sum = tl.sum(qt.to(tl.float32) * d_query, 1)
+        d_key = (w * ku)[:, None] * tl.dot(write, dS_low, input_precision=PRECISION)
+        d_key = tl.dot(tl.trans(erased), S, d_key, input_precision=PRECISION)
+
+        # Row and column sums of one fp32 matrix: a rounded copy for one of them makes dg wrong under strong decay.
+        dP = tl.dot(write, tl.trans(dot), input_precision=PRECISION) * Gamma * read_scale[None, :]
+        low = dP.to(kt.dtype)
+        d_key = tl.dot(low, qt, d_key, input_precision=PRECISION)
+        d_query = tl.dot(tl.trans(low), kt, d_query, input_precision=PRECISION)
+        X = dP * kq
+        read_pairs = tl.sum(X, 0)
+        dL = tl.dot(write, dR.to(kt.dtype), input_precision=PRECISION)
+        dL = -tl.where(i[:, None] < i[None, :], dL * Gamma, 0.0) * ku[None, :]
+        Y = dL * tl.dot(kt, tl.trans(kt), input_precision=PRECISION)
+        write_pairs = tl.sum(Y, 0)
+        pair_sum = tl.sum(X + Y * beta[None, :], 1)
+        low = (dL * beta[None, :]).to(kt.dtype)
+        d_key = tl.dot(low, kt, d_key, input_precision=PRECISION)
+        d_key = tl.dot(tl.trans(low), kt, d_key, input_precision=PRECISION)
+
+        d_strength += write_pairs
+        write_pairs = beta * write_pairs
+        dG = read_sum - erase_sum - to_end + read_pairs + write_pairs - pair_sum
+        dG += tl.where(i == tl.minimum(left, C) - 1, kept + tl.sum(to_end, 0), 0.0)
+        # dg: the sum of dG over the later tokens of the same segment; a reset's own gate does not matter.
+        counts = (i[:, None] <= i[None, :]) & (seg[:, None] == seg[None, :]) & inside[None, :]
+        d_gate = tl.sum(tl.where(counts, dG[None, :], 0.0), 1)
+        at = row + wide(chunk * C) + i
+        before = tl.load(segment + at - 1, mask=inside & (i > 0), other=0)
+        d_gate = tl.where(seg == before, d_gate, 0.0)
+        at = out + (wide(chunk * C) + i) * HV
+        tl.store(dg + at, d_gate, mask=inside)
+        tl.store(d_beta + at, d_strength, mask=inside)
+        # d x = u (d - x_unit <x_unit, d>) is d - x <x, d> u^2 here, where d already carries u = 1 / |x|.
+        if NORM:
+            along_k = to_end - erase_sum + pair_sum + write_pairs
+            d_query -= qt.to(tl.float32) * ((read_sum + read_pairs) * qu * qu)[:, None]
+            d_key -= kt.to(tl.float32) * (along_k * ku * ku)[:, None]
+        store_tile(dq + out * K, HV * K, chunk, tokens, features, d_query, C, K, BLOCK_K)
+        store_tile(dk + out * K, HV * K, chunk, tokens, features, d_key, C, K, BLOCK_K)
+    if KEEP_START:
+        if part == 0:
+            store_state(d_start + (n * HV + hv) * K * V, 1, V, columns, features, dS, V, K)

@@ -1,0 +1,109 @@
+"""Gated delta rule for narrow heads, forward: the state carried through the chunks of a segment, read out on the way.
+
+The equations are those of `forward.py`, in transposes; a segment's start is the true one.
+"""
+
+import triton
+import triton.language as tl
+
+from hymo_kernels.device.forward import store_tile, tile_of, vector_of, wide
+from hymo_kernels.device.narrow_prepare import decays, piece, retained, state_of, store_state, unit_of
+
+
+@triton.jit(do_not_specialize=["T", "slots", "places", "sequences", "length", "segments"])
+def narrow_forward_kernel(
+    q,  # [B, T, H, K]
+    k,  # [B, T, H, K]
+    v,  # [B, T, HV, V]
+    inverse,  # [B, HV, T, C]
+    total,  # [B, HV, T]
+    segment,  # [B, HV, T]
+    strength,  # [B, HV, T]
+    start_state,  # [N, HV, K, V]
+    carried,  # [B, HV, places, V, K] fp32, the state before each segment but the first
+    o,  # [B, T, HV, V]
+    states,  # [B, HV, slots, V, K], the state before each chunk
+    end_state,  # [N, HV, K, V] fp32
+    cu_seqlens,
+    scale,
+    stride_qb,
+    stride_qt,
+    stride_qh,
+    stride_kb,
+    stride_kt,
+    stride_kh,
+    stride_vb,
+    stride_vt,
+    stride_vh,
+    stride_sn,
+    stride_sh,
+    stride_sk,
+    stride_sv,
+    T,
+    slots,
+    places,
+    sequences,
+    length,
+    segments,
+    H: tl.constexpr,
+    HV: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    C: tl.constexpr,
+    PACKED: tl.constexpr,
+    NORM: tl.constexpr,
+    HAS_START: tl.constexpr,
+    KEEP_END: tl.constexpr,
+    PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    hv, n, batch, first, tokens, slot, part, place, begin, end, more = piece(
+        cu_seqlens, T, places, sequences, length, segments, HV, C, PACKED
+    )
+    head = hv // (HV // H)
+    row = (batch * HV + hv) * T + first
+    features = tl.arange(0, BLOCK_K)
+    columns = tl.arange(0, BLOCK_V)
+    i = tl.arange(0, C)
+    q += batch * stride_qb + first * stride_qt + head * stride_qh
+    k += batch * stride_kb + first * stride_kt + head * stride_kh
+    v += batch * stride_vb + first * stride_vt + hv * stride_vh
+    o += ((batch * T + first) * HV + hv) * V
+    states += ((batch * HV + hv) * slots + slot) * K * V
+    S = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
+    if HAS_START:
+        if part == 0:
+            start_state += n * stride_sn + hv * stride_sh
+            S = state_of(start_state, stride_sv, stride_sk, columns, features, V, K).to(tl.float32)
+    if (part > 0) & (begin < end):
+        S = state_of(carried + place * V * K, K, 1, columns, features, V, K)
+    for chunk in tl.range(begin, end, num_stages=STAGES):
+        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        vt = tl.trans(tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
+        qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+        A = tile_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
+        G = vector_of(total + row, chunk, tokens, C)
+        seg = vector_of(segment + row, chunk, tokens, C)
+        beta = vector_of(strength + row, chunk, tokens, C)
+        left = tokens - chunk * C
+        seg = tl.where(i < left, seg, 127)
+        gamma, w, gamma_all = decays(G, seg, left, C)
+        ku = unit_of(kt, NORM, C)
+        qu = scale * unit_of(qt, NORM, C)
+        S_low = S.to(kt.dtype)
+        store_state(states + wide(chunk) * V * K, K, 1, columns, features, S_low, V, K)
+        erased = (gamma * ku)[None, :] * tl.dot(S_low, tl.trans(kt), input_precision=PRECISION)
+        R = beta[None, :] * (vt.to(tl.float32) - erased)
+        write = tl.dot(R.to(kt.dtype), tl.trans(A), input_precision=PRECISION)
+        written = ((w * ku)[None, :] * write).to(kt.dtype)
+        S = tl.dot(written, kt, gamma_all * S, input_precision=PRECISION)
+        P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * qu[:, None] * ku[None, :]
+        P = (P * retained(G, seg, C)).to(kt.dtype)
+        read = (gamma * qu)[None, :] * tl.dot(S_low, tl.trans(qt), input_precision=PRECISION)
+        read = tl.dot(write.to(kt.dtype), tl.trans(P), read, input_precision=PRECISION)
+        store_tile(o, HV * V, chunk, tokens, columns, tl.trans(read.to(kt.dtype)), C, V, BLOCK_V)
+    if KEEP_END:
+        if ((begin < end) | (part == 0)) & (more == 0):
+            store_state(end_state + (n * HV + hv) * K * V, 1, V, columns, features, S, V, K)
