@@ -123,12 +123,21 @@ def worst_heads(case: Case, device: str, dtype: torch.dtype) -> dict[str, float]
 
 
 INTERPRETED = (
+    # Narrow heads: less than a segment and several, of one width and of two, cut short or not.
     Case(1, 70, 1, 1, 16, 16),
     Case(1, 70, 1, 2, 16, 32, resets=(20, 25)),
     Case(2, 130, 1, 1, 32, 16, norm=False),
     Case(1, 150, 1, 1, 16, 16, bounds=(0, 20, 20, 97, 140)),
     Case(1, 80, 1, 2, 24, 16, in_kernel=True, resets=(3,)),
-    Case(1, 64 * 17, 1, 1, 16, 16, gate=-0.5, state=False),
+    Case(1, 32 * 20, 1, 1, 32, 32, gate=-0.02),
+    Case(1, 32 * 20 - 3, 1, 1, 16, 16, state=False),
+    Case(1, 700, 1, 1, 16, 32, bounds=(0, 5, 5, 690, 691)),
+    # Others.
+    Case(1, 70, 1, 2, 16, 64, resets=(20, 25)),
+    Case(2, 130, 1, 1, 64, 16, norm=False),
+    Case(1, 150, 1, 1, 48, 16, bounds=(0, 20, 20, 97, 140)),
+    Case(1, 80, 1, 2, 24, 64, in_kernel=True, resets=(3,)),
+    Case(1, 64 * 17, 1, 1, 16, 64, gate=-0.5, state=False),
 )
 
 

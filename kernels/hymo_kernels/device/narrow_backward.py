@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hymo_kernels.device.forward import store_tile, tile_of, vector_of, wide
-from hymo_kernels.device.narrow_prepare import decays, piece, state_of, store_state, unit_of
+from hymo_kernels.device.narrow_prepare import decays, piece, retained_later, state_of, store_state, unit_of
 
 
 @triton.jit(do_not_specialize=["T", "places", "sequences", "length", "segments"])
@@ -87,26 +87,17 @@ def narrow_chain_kernel(
             seg = tl.where(i < left, seg, 127)
             gamma, w, gamma_all = decays(G, seg, left, C)
             ku = unit_of(kt, NORM, C)
-            qu = scale * unit_of(qt, NORM, C)
-            P = tl.dot(kt, tl.trans(qt), input_precision=PRECISION) * ku[:, None] * qu[None, :]
-            P = (P * _left_later(G, seg, C)).to(kt.dtype)
-            through = tl.dot(dS.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
-            d_write = (w * ku)[None, :] * through
+            qu = unit_of(qt, NORM, C)
+            P = tl.dot(kt, tl.trans(qt), input_precision=PRECISION) * retained_later(G, seg, C)
+            P = (P * (scale * qu)[None, :]).to(kt.dtype)
+            d_write = w[None, :] * tl.dot(dS.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
             d_write = tl.dot(tl.trans(dot), tl.trans(P), d_write, input_precision=PRECISION)
             dR = tl.dot(d_write.to(kt.dtype), A, input_precision=PRECISION)
             erased = ((-beta * gamma * ku)[None, :] * dR).to(kt.dtype)
-            read = ((gamma * qu)[:, None] * dot.to(tl.float32)).to(kt.dtype)
+            read = ((scale * gamma * qu)[:, None] * dot.to(tl.float32)).to(kt.dtype)
             dS = tl.dot(tl.trans(read), qt, gamma_all * dS, input_precision=PRECISION)
             dS = tl.dot(erased, kt, dS, input_precision=PRECISION)
         store_state(added + place * V * K, K, 1, columns, features, dS, V, K)
-
-
-@triton.jit
-def _left_later(G, seg, C: tl.constexpr):
-    """What is left at each token (columns) of what each earlier one wrote."""
-    i = tl.arange(0, C)
-    later = (i[:, None] <= i[None, :]) & (seg[:, None] == seg[None, :])
-    return tl.where(later, tl.exp(G[None, :] - G[:, None]), 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "slots", "places", "sequences", "length", "segments"])
@@ -191,7 +182,7 @@ def narrow_backward_kernel(
         chunk = end - 1 - step
         kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
         qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
-        vt = tl.trans(tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
+        vt = tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V)
         dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
         A = tile_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
         S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
@@ -204,47 +195,46 @@ def narrow_backward_kernel(
         gamma, w, gamma_all = decays(G, seg, left, C)
         ku = unit_of(kt, NORM, C)
         qu = unit_of(qt, NORM, C)
-        read_scale = scale * qu
-        Gamma = _left_later(G, seg, C) * ku[:, None]  # [j, i]: at token i, of what token j wrote
+        Gamma = retained_later(G, seg, C)  # [j, i]: at token i, of what token j wrote
 
         # The chain: what reaches this chunk's writes, through the read-outs and through the later state.
         dS_low = dS.to(kt.dtype)
         kq = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
-        P = (kq * Gamma * read_scale[None, :]).to(kt.dtype)
-        through = (w * ku)[None, :] * tl.dot(dS_low, tl.trans(kt), input_precision=PRECISION)
-        d_write = tl.dot(tl.trans(dot), tl.trans(P), through, input_precision=PRECISION)
-        dR = tl.dot(d_write.to(kt.dtype), A, input_precision=PRECISION)
-        erased = ((-beta * gamma * ku)[None, :] * dR).to(kt.dtype)
-        dv_tile = (beta[None, :] * dR).to(dv.dtype.element_ty)
-        store_tile(dv + out * V, HV * V, chunk, tokens, columns, tl.trans(dv_tile), C, V, BLOCK_V)
+        Gamma_read = Gamma * (scale * qu)[None, :]
+        P = (kq * Gamma_read).to(kt.dtype)
+        through = w[:, None] * tl.dot(kt, tl.trans(dS_low), input_precision=PRECISION)
+        d_write = tl.dot(P, dot, through, input_precision=PRECISION)
+        dR = tl.dot(tl.trans(A), d_write.to(kt.dtype), input_precision=PRECISION)
+        erased = ((-beta * gamma * ku)[:, None] * dR).to(kt.dtype)
+        store_tile(dv + out * V, HV * V, chunk, tokens, columns, beta[:, None] * dR, C, V, BLOCK_V)
 
-        kS = (gamma * ku)[None, :] * tl.dot(S, tl.trans(kt), input_precision=PRECISION)
+        kS = (gamma * ku)[:, None] * tl.dot(kt, tl.trans(S), input_precision=PRECISION)
         error = vt.to(tl.float32) - kS
-        write = tl.dot((beta[None, :] * error).to(kt.dtype), tl.trans(A), input_precision=PRECISION)
-        d_strength = tl.sum(dR * error, 0)
-        erase_sum = beta * tl.sum(dR * kS, 0)
-        to_end = tl.sum(write * through, 0)
+        write = tl.dot(A, (beta[:, None] * error).to(kt.dtype), input_precision=PRECISION)
+        d_strength = tl.sum(dR * error, 1)
+        erase_sum = beta * tl.sum(dR * kS, 1)
+        to_end = tl.sum(write * through, 1)
         kept = gamma_all * tl.sum(tl.sum(S.to(tl.float32) * dS, 1), 0)
 
-        read = ((gamma * read_scale)[:, None] * dot.to(tl.float32)).to(kt.dtype)
+        read = ((scale * gamma * qu)[:, None] * dot.to(tl.float32)).to(kt.dtype)
         dS = tl.dot(tl.trans(read), qt, gamma_all * dS, input_precision=PRECISION)
-        dS = tl.dot(erased, kt, dS, input_precision=PRECISION)
+        dS = tl.dot(tl.trans(erased), kt, dS, input_precision=PRECISION)
 
-        write = tl.trans(write.to(kt.dtype))
+        write = write.to(kt.dtype)
         d_query = tl.dot(read, S, input_precision=PRECISION)
         read_sum = tl.sum(qt.to(tl.float32) * d_query, 1)
-        d_key = (w * ku)[:, None] * tl.dot(write, dS_low, input_precision=PRECISION)
-        d_key = tl.dot(tl.trans(erased), S, d_key, input_precision=PRECISION)
+        d_key = w[:, None] * tl.dot(write, dS_low, input_precision=PRECISION)
+        d_key = tl.dot(erased, S, d_key, input_precision=PRECISION)
 
         # Row and column sums of one fp32 matrix: a rounded copy for one of them makes dg wrong under strong decay.
-        dP = tl.dot(write, tl.trans(dot), input_precision=PRECISION) * Gamma * read_scale[None, :]
+        dP = Gamma_read * tl.dot(write, tl.trans(dot), input_precision=PRECISION)
         low = dP.to(kt.dtype)
         d_key = tl.dot(low, qt, d_key, input_precision=PRECISION)
         d_query = tl.dot(tl.trans(low), kt, d_query, input_precision=PRECISION)
         X = dP * kq
         read_pairs = tl.sum(X, 0)
-        dL = tl.dot(write, dR.to(kt.dtype), input_precision=PRECISION)
-        dL = -tl.where(i[:, None] < i[None, :], dL * Gamma, 0.0) * ku[None, :]
+        dL = tl.dot(write, tl.trans(dR.to(kt.dtype)), input_precision=PRECISION)
+        dL = tl.where(i[:, None] < i[None, :], -dL * Gamma * ku[None, :], 0.0)
         Y = dL * tl.dot(kt, tl.trans(kt), input_precision=PRECISION)
         write_pairs = tl.sum(Y, 0)
         pair_sum = tl.sum(X + Y * beta[None, :], 1)

@@ -1,6 +1,7 @@
 """Gated delta rule for narrow heads, forward: the state carried through the chunks of a segment, read out on the way.
 
-The equations are those of `forward.py`, in transposes; a segment's start is the true one.
+The equations are those of `forward.py`, in transposes; a segment's start is the true one. Where the length of a key
+divides what is written, it is part of the inverse.
 """
 
 import triton
@@ -91,19 +92,18 @@ def narrow_forward_kernel(
         seg = tl.where(i < left, seg, 127)
         gamma, w, gamma_all = decays(G, seg, left, C)
         ku = unit_of(kt, NORM, C)
-        qu = scale * unit_of(qt, NORM, C)
+        qu = unit_of(qt, NORM, C)
         S_low = S.to(kt.dtype)
         store_state(states + wide(chunk) * V * K, K, 1, columns, features, S_low, V, K)
-        erased = (gamma * ku)[None, :] * tl.dot(S_low, tl.trans(kt), input_precision=PRECISION)
-        R = beta[None, :] * (vt.to(tl.float32) - erased)
+        R = beta[None, :] * vt.to(tl.float32)
+        R -= (beta * gamma * ku)[None, :] * tl.dot(S_low, tl.trans(kt), input_precision=PRECISION)
         write = tl.dot(R.to(kt.dtype), tl.trans(A), input_precision=PRECISION)
-        written = ((w * ku)[None, :] * write).to(kt.dtype)
-        S = tl.dot(written, kt, gamma_all * S, input_precision=PRECISION)
-        P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * qu[:, None] * ku[None, :]
-        P = (P * retained(G, seg, C)).to(kt.dtype)
-        read = (gamma * qu)[None, :] * tl.dot(S_low, tl.trans(qt), input_precision=PRECISION)
-        read = tl.dot(write.to(kt.dtype), tl.trans(P), read, input_precision=PRECISION)
-        store_tile(o, HV * V, chunk, tokens, columns, tl.trans(read.to(kt.dtype)), C, V, BLOCK_V)
+        S = tl.dot((w[None, :] * write).to(kt.dtype), kt, gamma_all * S, input_precision=PRECISION)
+        P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * retained(G, seg, C)
+        read = gamma[None, :] * tl.dot(S_low, tl.trans(qt), input_precision=PRECISION)
+        read = tl.dot(write.to(kt.dtype), tl.trans(P.to(kt.dtype)), read, input_precision=PRECISION)
+        read = ((scale * qu)[None, :] * read).to(kt.dtype)
+        store_tile(o, HV * V, chunk, tokens, columns, tl.trans(read), C, V, BLOCK_V)
     if KEEP_END:
         if ((begin < end) | (part == 0)) & (more == 0):
             store_state(end_state + (n * HV + hv) * K * V, 1, V, columns, features, S, V, K)

@@ -14,7 +14,9 @@ import triton.language as tl
 
 from hymo_kernels.device.forward import store_tile, tile_of, wide
 from hymo_kernels.device.places import sequence
-from hymo_kernels.device.prepare import gates_of
+from hymo_kernels.device.prepare import gates_of, inverse_of
+
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit(do_not_specialize=["stride_gb", "stride_bb", "T", "places", "sequences", "length", "segments"])
@@ -27,8 +29,8 @@ def narrow_prepare_kernel(
     dt_bias,  # [HV]
     start_state,  # [N, HV, K, V]
     cu_seqlens,  # [N + 1]
-    inverse,  # [B, HV, T, C]: A, the inverse under the gates
-    total,  # [B, HV, T] fp32: sum of g from the chunk's start, resets counted as 0
+    inverse,  # [B, HV, T, C]: A, the inverse under the gates, each row times 1 / |k| of its token
+    total,  # [B, HV, T] fp32: log2 of the retention from the chunk's start, resets counted as 0
     segment,  # [B, HV, T] int32: resets in the chunk so far
     strength,  # [B, HV, T] fp32: beta as it is used
     product,  # [B, HV, places, K, K] fp32
@@ -111,7 +113,7 @@ def narrow_prepare_kernel(
             HAS_G,
             BETA_MAX,
         )
-        G = tl.cumsum(decay, 0)
+        G = tl.cumsum(decay * LOG2_E, 0)
         # What lies beyond the sequence is a segment of its own.
         seg = tl.where(inside, tl.cumsum(reset, 0), 127)
         out = row + at + i
@@ -119,21 +121,22 @@ def narrow_prepare_kernel(
         tl.store(segment + out, seg, mask=inside)
         tl.store(strength + out, write, mask=inside)
         ku = unit_of(kt, NORM, C)
-        kk = tl.dot(kt, tl.trans(kt), input_precision=PRECISION) * (write * ku)[:, None] * ku[None, :]
-        A = _inverse(tl.where(i[:, None] > i[None, :], kk, 0.0), C, HALF, PRECISION)
-        A = (A * retained(G, seg, C)).to(inverse.dtype.element_ty)
+        # The inverse of the system under the gates is the inverse under the gates.
+        L = tl.dot(kt, tl.trans(kt), input_precision=PRECISION) * retained(G, seg, C)
+        L = tl.where(i[:, None] > i[None, :], L * (write * ku)[:, None] * ku[None, :], 0.0)
+        A = (ku[:, None] * inverse_of(L, C, HALF, PRECISION)).to(inverse.dtype.element_ty)
         store_tile(inverse + row * C, C, chunk, tokens, i, A, C, C, C)
         if more:
             vt = tl.trans(tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
             gamma, w, gamma_all = decays(G, seg, left, C)
-            erase = (gamma * ku)[None, :]
-            erased = erase * tl.dot(U.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
-            R = write[None, :] * (vt.to(tl.float32) - erased)
-            written = (w * ku)[None, :] * tl.dot(R.to(kt.dtype), tl.trans(A), input_precision=PRECISION)
+            erase = (write * gamma * ku)[None, :]
+            R = write[None, :] * vt.to(tl.float32)
+            R -= erase * tl.dot(U.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
+            written = w[None, :] * tl.dot(R.to(kt.dtype), tl.trans(A), input_precision=PRECISION)
             U = tl.dot(written.to(kt.dtype), kt, gamma_all * U, input_precision=PRECISION)
-            erased = (write[None, :] * erase) * tl.dot(M.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
-            written = (w * ku)[None, :] * tl.dot(erased.to(kt.dtype), tl.trans(A), input_precision=PRECISION)
-            M = tl.dot((-written).to(kt.dtype), kt, gamma_all * M, input_precision=PRECISION)
+            R = -erase * tl.dot(M.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
+            written = w[None, :] * tl.dot(R.to(kt.dtype), tl.trans(A), input_precision=PRECISION)
+            M = tl.dot(written.to(kt.dtype), kt, gamma_all * M, input_precision=PRECISION)
     if more:
         store_state(product + place * K * K, K, 1, features, features, M, K, K)
         store_state(added + place * V * K, K, 1, columns, features, U, V, K)
@@ -203,9 +206,9 @@ def decays(G, seg, left, C: tl.constexpr):
     final = i == tl.minimum(left, C) - 1
     G_final = tl.sum(tl.where(final, G, 0.0), 0)
     seg_final = tl.sum(tl.where(final, seg, 0), 0)
-    gamma = tl.where(seg == 0, tl.exp(G), 0.0)
-    w = tl.where(seg == seg_final, tl.exp(G_final - G), 0.0)
-    return gamma, w, tl.where(seg_final == 0, tl.exp(G_final), 0.0)
+    gamma = tl.where(seg == 0, tl.exp2(G), 0.0)
+    w = tl.where(seg == seg_final, tl.exp2(G_final - G), 0.0)
+    return gamma, w, tl.where(seg_final == 0, tl.exp2(G_final), 0.0)
 
 
 @triton.jit
@@ -213,22 +216,12 @@ def retained(G, seg, C: tl.constexpr):
     """What is left at each token (rows) of what each earlier one wrote."""
     i = tl.arange(0, C)
     seen = (i[:, None] >= i[None, :]) & (seg[:, None] == seg[None, :])
-    return tl.where(seen, tl.exp(G[:, None] - G[None, :]), 0.0)
+    return tl.where(seen, tl.exp2(G[:, None] - G[None, :]), 0.0)
 
 
 @triton.jit
-def _inverse(L, C: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    """(I + L)^-1 of a strictly lower L by block doubling: with the inverses A of the diagonal blocks of s tokens, those
-    of 2 s are A - A L A, taken in the lower left quarter of every block. Operands are half precision if HALF, which is
-    for keys of unit length: then every factor is bounded."""
+def retained_later(G, seg, C: tl.constexpr):
+    """The transpose of `retained`."""
     i = tl.arange(0, C)
-    # The highest bit that differs says in blocks of which size two tokens are in different halves.
-    differs = i[:, None] ^ i[None, :]
-    A = tl.where(differs == 0, 1.0, tl.where(differs == 1, -L, 0.0))
-    right = L.to(tl.float16) if HALF else L
-    for level in tl.static_range(1, 5):
-        low = A.to(tl.float16) if HALF else A
-        X = tl.dot(low, right, input_precision=PRECISION)
-        X = tl.dot(X.to(tl.float16) if HALF else X, low, input_precision=PRECISION)
-        A -= tl.where((differs >> level) == 1, X, 0.0)
-    return A
+    seen = (i[:, None] <= i[None, :]) & (seg[:, None] == seg[None, :])
+    return tl.where(seen, tl.exp2(G[None, :] - G[:, None]), 0.0)

@@ -99,7 +99,7 @@ def prepare_kernel(
             at = i[:, None] * C + i[None, :]
             P = (qk * Gamma).to(attention.dtype.element_ty)
             tl.store(attention + out * C + at, P, mask=inside[:, None])
-            A = _inverse(tl.where(i[:, None] > i[None, :], write[:, None] * kk, 0.0), C, PRECISION)
+            A = inverse_of(tl.where(i[:, None] > i[None, :], write[:, None] * kk, 0.0), C, False, PRECISION)
             tl.store(inverse + out * C + at, (A * Gamma).to(inverse.dtype.element_ty), mask=inside[:, None])
             tl.store(total + out + i, G, mask=inside)
             tl.store(segment + out + i, seg, mask=inside)
@@ -157,34 +157,36 @@ def _unit(x, out, inside, NORM: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def _inverse(L, C: tl.constexpr, PRECISION: tl.constexpr):
+def inverse_of(L, C: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
     """(I + L)^-1 of a strictly lower L by block doubling: inverses of diagonal blocks of 2, 4, .., C tokens.
 
     Every factor is bounded for |k| <= 1 and beta <= 2, which those of a Neumann series are not. Blocks up to 16 are
-    one batch of small products, one block a warp.
+    one batch of small products, one block a warp. Operands are of half precision if HALF, else as PRECISION says.
     """
     n: tl.constexpr = C // 16
     D = _diagonal(L, n, 16)
     i = tl.arange(0, 16)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
     a = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), D, 0.0)
-    a = _double(a, tl.where((i // 4 == j // 4) & (i // 2 > j // 2), D, 0.0), PRECISION)
-    a = _double(a, tl.where((i // 8 == j // 8) & (i // 4 > j // 4), D, 0.0), PRECISION)
-    a = _double(a, tl.where(i // 8 > j // 8, D, 0.0), PRECISION)
+    a = _double(a, tl.where((i // 4 == j // 4) & (i // 2 > j // 2), D, 0.0), HALF, PRECISION)
+    a = _double(a, tl.where((i // 8 == j // 8) & (i // 4 > j // 4), D, 0.0), HALF, PRECISION)
+    a = _double(a, tl.where(i // 8 > j // 8, D, 0.0), HALF, PRECISION)
     if C == 64:
         a = _spread(tl.reshape(a, [2, 2, 16, 16]), 2, 2, 16)
         i = tl.arange(0, 32)[None, :, None]
         j = tl.arange(0, 32)[None, None, :]
-        a = _double(a, tl.where(i // 16 > j // 16, _diagonal(L, 2, 32), 0.0), PRECISION)
+        a = _double(a, tl.where(i // 16 > j // 16, _diagonal(L, 2, 32), 0.0), HALF, PRECISION)
     a = tl.reshape(_spread(tl.reshape(a, [1, 2, C // 2, C // 2]), 1, 2, C // 2), [C, C])
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    return _double(a, tl.where(i // (C // 2) > j // (C // 2), L, 0.0), PRECISION)
+    return _double(a, tl.where(i // (C // 2) > j // (C // 2), L, 0.0), HALF, PRECISION)
 
 
 @triton.jit
-def _double(a, lower, PRECISION: tl.constexpr):
-    return a - tl.dot(tl.dot(a, lower, input_precision=PRECISION), a, input_precision=PRECISION)
+def _double(a, lower, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    low = a.to(tl.float16) if HALF else a
+    x = tl.dot(low, lower.to(low.dtype), input_precision=PRECISION)
+    return a - tl.dot(x.to(low.dtype), low, input_precision=PRECISION)
 
 
 @triton.jit

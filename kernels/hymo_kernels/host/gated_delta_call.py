@@ -114,4 +114,4 @@ def over_groups(grads: Gradients, shape: Shape) -> Iterator[tuple[Tensor, Tensor
         dq.zero_(), dk.zero_()
     yield dq, dk
     for whole, each in ((grads.q, dq), (grads.k, dk)):
-        torch.sum(each.unflatten(2, (shape.h, shape.hv // shape.h)), 3, out=whole)
+        torch.sum(each.view(*whole.shape[:3], -1, shape.k), 3, out=whole)

@@ -55,8 +55,8 @@ RESIDENT = 8
 class Kept(NamedTuple):
     """What the forward leaves to the backward."""
 
-    inverse: Tensor  # [B, HV, T, CHUNK]: of every chunk's triangular system, under the gates
-    total: Tensor  # [B, HV, T] fp32: sum of g from the chunk's start
+    inverse: Tensor  # [B, HV, T, CHUNK]: of every chunk's triangular system, under the gates, rows times 1 / |k|
+    total: Tensor  # [B, HV, T] fp32: log2 of the retention from the chunk's start
     segment: Tensor  # [B, HV, T] int32: resets in the chunk so far
     strength: Tensor  # [B, HV, T] fp32: beta as it is used
     states: Tensor  # [B, HV, slots, V, K]: before every chunk
