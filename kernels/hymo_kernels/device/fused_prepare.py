@@ -66,7 +66,7 @@ def fused_prepare_kernel(
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     SMALL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128 if D >= 64 else 2 * D, 16, 2)
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 

@@ -1,4 +1,4 @@
-"""The gated delta rule on Hopper GPUs, mainly for keys and values of 64 or 128 features: three kernels in Gluon.
+"""The gated delta rule on Hopper GPUs, for keys and values of 64 or 128 features: three kernels in Gluon.
 
 `triton_gated_delta_rule` serves all other shapes and cards. What these kernels gain, they gain from a whole state in
 one program's registers and from operands that the copy engine puts where the tensor cores read them.
