@@ -47,8 +47,8 @@ class Tiles(NamedTuple):
     stages: int
 
 
-PREPARE, CARRY, FORWARD, CHAIN, BACKWARD = Tiles(1, 1), Tiles(1, 3), Tiles(1, 1), Tiles(1, 1), Tiles(2, 1)
-RESIDENT = 8
+PREPARE, CARRY, FORWARD, CHAIN, BACKWARD = Tiles(1, 2), Tiles(1, 3), Tiles(1, 2), Tiles(1, 2), Tiles(2, 2)
+RESIDENT = 16
 """Programs that a multiprocessor shall have at least."""
 
 
