@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from hymo_kernels.device.forward import store_tile, tile_of, vector_of, wide
-from hymo_kernels.device.narrow_prepare import decays, piece, retained_later, state_of, store_state, unit_of
+from hymo_kernels.device.narrow_prepare import gates_kept, piece, retained_later, state_of, store_state
 
 
 @triton.jit(do_not_specialize=["T", "places", "sequences", "length", "segments"])
@@ -21,6 +21,8 @@ def narrow_chain_kernel(
     total,
     segment,
     strength,
+    k_unit,
+    q_unit,
     d_end,  # [N, HV, K, V], gradient of the end state
     added,  # [B, HV, places, V, K] fp32
     cu_seqlens,
@@ -74,20 +76,18 @@ def narrow_chain_kernel(
             if more == 0:
                 d_end += n * stride_sn + hv * stride_sh
                 dS = state_of(d_end, stride_sv, stride_sk, columns, features, V, K).to(tl.float32)
-        for step in tl.range(0, end - begin, num_stages=STAGES):
+        for step in tl.range(0, end - begin, num_stages=STAGES, disable_licm=True):
             chunk = end - 1 - step
             kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
             qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
             dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
             A = tile_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
-            G = vector_of(total + row, chunk, tokens, C)
-            seg = vector_of(segment + row, chunk, tokens, C)
-            beta = vector_of(strength + row, chunk, tokens, C)
-            left = tokens - chunk * C
-            seg = tl.where(i < left, seg, 127)
-            gamma, w, gamma_all = decays(G, seg, left, C)
-            ku = unit_of(kt, NORM, C)
-            qu = unit_of(qt, NORM, C)
+            G, seg, beta, gamma, w, gamma_all = gates_kept(total + row, segment + row, strength + row, chunk, tokens, C)
+            ku = tl.full([C], 1.0, tl.float32)
+            qu = tl.full([C], 1.0, tl.float32)
+            if NORM:
+                ku = vector_of(k_unit + row, chunk, tokens, C)
+                qu = vector_of(q_unit + row, chunk, tokens, C)
             P = tl.dot(kt, tl.trans(qt), input_precision=PRECISION) * retained_later(G, seg, C)
             P = (P * (scale * qu)[None, :]).to(kt.dtype)
             d_write = w[None, :] * tl.dot(dS.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
@@ -110,6 +110,8 @@ def narrow_backward_kernel(
     total,
     segment,
     strength,
+    k_unit,
+    q_unit,
     states,
     d_end,  # [N, HV, K, V], gradient of the end state
     carried,  # [B, HV, places, V, K] fp32, gradient of the state after each segment but the last
@@ -178,7 +180,7 @@ def narrow_backward_kernel(
             dS = state_of(d_end, stride_sv, stride_sk, columns, features, V, K).to(tl.float32)
     if more:
         dS = state_of(carried + place * V * K, K, 1, columns, features, V, K)
-    for step in tl.range(0, end - begin, num_stages=STAGES):
+    for step in tl.range(0, end - begin, num_stages=STAGES, disable_licm=True):
         chunk = end - 1 - step
         kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
         qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
@@ -186,15 +188,14 @@ def narrow_backward_kernel(
         dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
         A = tile_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
         S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
-        G = vector_of(total + row, chunk, tokens, C)
-        seg = vector_of(segment + row, chunk, tokens, C)
-        beta = vector_of(strength + row, chunk, tokens, C)
+        G, seg, beta, gamma, w, gamma_all = gates_kept(total + row, segment + row, strength + row, chunk, tokens, C)
+        ku = tl.full([C], 1.0, tl.float32)
+        qu = tl.full([C], 1.0, tl.float32)
+        if NORM:
+            ku = vector_of(k_unit + row, chunk, tokens, C)
+            qu = vector_of(q_unit + row, chunk, tokens, C)
         left = tokens - chunk * C
         inside = i < left
-        seg = tl.where(inside, seg, 127)
-        gamma, w, gamma_all = decays(G, seg, left, C)
-        ku = unit_of(kt, NORM, C)
-        qu = unit_of(qt, NORM, C)
         Gamma = retained_later(G, seg, C)  # [j, i]: at token i, of what token j wrote
 
         # The chain: what reaches this chunk's writes, through the read-outs and through the later state.

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from hymo_kernels.device.forward import store_tile, tile_of, vector_of, wide
-from hymo_kernels.device.narrow_prepare import decays, piece, retained, state_of, store_state, unit_of
+from hymo_kernels.device.narrow_prepare import gates_kept, piece, retained, state_of, store_state, unit_of
 
 
 @triton.jit(do_not_specialize=["T", "slots", "places", "sequences", "length", "segments"])
@@ -20,9 +20,11 @@ def narrow_forward_kernel(
     total,  # [B, HV, T]
     segment,  # [B, HV, T]
     strength,  # [B, HV, T]
+    k_unit,  # [B, HV, T]
     start_state,  # [N, HV, K, V]
     carried,  # [B, HV, places, V, K] fp32, the state before each segment but the first
     o,  # [B, T, HV, V]
+    q_unit,  # [B, HV, T] fp32: 1 / |q|
     states,  # [B, HV, slots, V, K], the state before each chunk
     end_state,  # [N, HV, K, V] fp32
     cu_seqlens,
@@ -80,19 +82,19 @@ def narrow_forward_kernel(
             S = state_of(start_state, stride_sv, stride_sk, columns, features, V, K).to(tl.float32)
     if (part > 0) & (begin < end):
         S = state_of(carried + place * V * K, K, 1, columns, features, V, K)
-    for chunk in tl.range(begin, end, num_stages=STAGES):
+    for chunk in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
         vt = tl.trans(tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
         qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
         A = tile_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
-        G = vector_of(total + row, chunk, tokens, C)
-        seg = vector_of(segment + row, chunk, tokens, C)
-        beta = vector_of(strength + row, chunk, tokens, C)
-        left = tokens - chunk * C
-        seg = tl.where(i < left, seg, 127)
-        gamma, w, gamma_all = decays(G, seg, left, C)
-        ku = unit_of(kt, NORM, C)
-        qu = unit_of(qt, NORM, C)
+        G, seg, beta, gamma, w, gamma_all = gates_kept(total + row, segment + row, strength + row, chunk, tokens, C)
+        ku = tl.full([C], 1.0, tl.float32)
+        qu = tl.full([C], scale, tl.float32)
+        if NORM:
+            ku = vector_of(k_unit + row, chunk, tokens, C)
+            qu = unit_of(qt)
+            tl.store(q_unit + row + wide(chunk * C) + i, qu, mask=i < tokens - chunk * C)
+            qu = scale * qu
         S_low = S.to(kt.dtype)
         store_state(states + wide(chunk) * V * K, K, 1, columns, features, S_low, V, K)
         R = beta[None, :] * vt.to(tl.float32)
@@ -102,7 +104,7 @@ def narrow_forward_kernel(
         P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * retained(G, seg, C)
         read = gamma[None, :] * tl.dot(S_low, tl.trans(qt), input_precision=PRECISION)
         read = tl.dot(write.to(kt.dtype), tl.trans(P.to(kt.dtype)), read, input_precision=PRECISION)
-        read = ((scale * qu)[None, :] * read).to(kt.dtype)
+        read = (qu[None, :] * read).to(kt.dtype)
         store_tile(o, HV * V, chunk, tokens, columns, tl.trans(read), C, V, BLOCK_V)
     if KEEP_END:
         if ((begin < end) | (part == 0)) & (more == 0):

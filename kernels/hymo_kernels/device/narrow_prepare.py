@@ -14,7 +14,7 @@ import triton.language as tl
 
 from hymo_kernels.device.forward import store_tile, tile_of, wide
 from hymo_kernels.device.places import sequence
-from hymo_kernels.device.prepare import gates_of, inverse_of
+from hymo_kernels.device.prepare import double, gates_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -33,6 +33,7 @@ def narrow_prepare_kernel(
     total,  # [B, HV, T] fp32: log2 of the retention from the chunk's start, resets counted as 0
     segment,  # [B, HV, T] int32: resets in the chunk so far
     strength,  # [B, HV, T] fp32: beta as it is used
+    k_unit,  # [B, HV, T] fp32: 1 / |k|
     product,  # [B, HV, places, K, K] fp32
     added,  # [B, HV, places, V, K] fp32
     stride_kb,
@@ -93,7 +94,7 @@ def narrow_prepare_kernel(
         if part == 0:
             start_state += n * stride_sn + hv * stride_sh
             U = state_of(start_state, stride_sv, stride_sk, columns, features, V, K).to(tl.float32)
-    for chunk in tl.range(begin, end, num_stages=STAGES):
+    for chunk in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         left = tokens - chunk * C
         inside = i < left
         kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
@@ -120,15 +121,18 @@ def narrow_prepare_kernel(
         tl.store(total + out, G, mask=inside)
         tl.store(segment + out, seg, mask=inside)
         tl.store(strength + out, write, mask=inside)
-        ku = unit_of(kt, NORM, C)
+        ku = tl.full([C], 1.0, tl.float32)
+        if NORM:
+            ku = unit_of(kt)
+            tl.store(k_unit + out, ku, mask=inside)
         # The inverse of the system under the gates is the inverse under the gates.
         L = tl.dot(kt, tl.trans(kt), input_precision=PRECISION) * retained(G, seg, C)
         L = tl.where(i[:, None] > i[None, :], L * (write * ku)[:, None] * ku[None, :], 0.0)
-        A = (ku[:, None] * inverse_of(L, C, HALF, PRECISION)).to(inverse.dtype.element_ty)
+        A = (ku[:, None] * inverse_of(L, HALF, PRECISION)).to(inverse.dtype.element_ty)
         store_tile(inverse + row * C, C, chunk, tokens, i, A, C, C, C)
         if more:
             vt = tl.trans(tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
-            gamma, w, gamma_all = decays(G, seg, left, C)
+            gamma, w, gamma_all = decays(G, seg, tl.sum(decay * LOG2_E, 0), tl.sum(reset, 0))
             erase = (write * gamma * ku)[None, :]
             R = write[None, :] * vt.to(tl.float32)
             R -= erase * tl.dot(U.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
@@ -169,9 +173,20 @@ def piece(
 
 
 @triton.jit
+def inverse_of(L, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + L)^-1 of a strictly lower L of 16 rows, by doubling its diagonal blocks."""
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
+    a = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, L, 0.0)
+    a = double(a, tl.where((i // 4 == j // 4) & (i // 2 > j // 2), L, 0.0), HALF, PRECISION)
+    a = double(a, tl.where((i // 8 == j // 8) & (i // 4 > j // 4), L, 0.0), HALF, PRECISION)
+    return double(a, tl.where(i // 8 > j // 8, L, 0.0), HALF, PRECISION)
+
+
+@triton.jit
 def place_in_row(n, slot, sequences, PACKED: tl.constexpr):
-    """Where the segments of a sequence are kept: each is of 8 chunks at least."""
-    return slot // 8 + n % sequences if PACKED else slot
+    """Where the segments of a sequence are kept: each is of 16 chunks at least."""
+    return slot // 16 + n % sequences if PACKED else slot
 
 
 @triton.jit
@@ -190,22 +205,31 @@ def store_state(state, stride_row, stride_column, rows, columns, x, ROWS: tl.con
 
 
 @triton.jit
-def unit_of(x, NORM: tl.constexpr, C: tl.constexpr):
+def unit_of(x):
     """1 / |x| of each row."""
-    unit = tl.full([C], 1.0, tl.float32)
-    if NORM:
-        x = x.to(tl.float32)
-        unit = tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
-    return unit
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
 
 
 @triton.jit
-def decays(G, seg, left, C: tl.constexpr):
-    """Retention from the chunk's start to each token, from each to its end, and of all of it."""
+def gates_kept(total, segment, strength, chunk, length, C: tl.constexpr):
+    """Of one chunk: log2 of the retention from its start, segments, write strength, and what `decays` gives."""
     i = tl.arange(0, C)
-    final = i == tl.minimum(left, C) - 1
-    G_final = tl.sum(tl.where(final, G, 0.0), 0)
-    seg_final = tl.sum(tl.where(final, seg, 0), 0)
+    start = chunk * C
+    left = length - start
+    total += start
+    segment += start
+    final = tl.minimum(left, C) - 1
+    G = tl.load(total + i, mask=i < left, other=0.0)
+    seg = tl.load(segment + i, mask=i < left, other=127)
+    beta = tl.load(strength + start + i, mask=i < left, other=0.0)
+    gamma, w, gamma_all = decays(G, seg, tl.load(total + final), tl.load(segment + final))
+    return G, seg, beta, gamma, w, gamma_all
+
+
+@triton.jit
+def decays(G, seg, G_final, seg_final):
+    """Retention from the chunk's start to each token, from each to its end, and of all of it."""
     gamma = tl.where(seg == 0, tl.exp2(G), 0.0)
     w = tl.where(seg == seg_final, tl.exp2(G_final - G), 0.0)
     return gamma, w, tl.where(seg_final == 0, tl.exp2(G_final), 0.0)

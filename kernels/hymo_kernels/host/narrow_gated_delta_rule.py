@@ -27,13 +27,13 @@ from hymo_kernels.host.gated_delta_call import (
     shape_of,
 )
 
-CHUNK = 32
+CHUNK = 16
 """Tokens a chunk: the inverse takes a quarter of the products a token that it would in chunks of 64."""
 
 WIDEST = 32
 """Features of the widest key or value."""
 
-SHORTEST = 8
+SHORTEST = 16
 """Chunks of the shortest segment."""
 
 MOST = 64
@@ -41,13 +41,14 @@ MOST = 64
 
 
 class Tiles(NamedTuple):
-    """Warps of a program, and software pipeline stages."""
+    """Warps of a program, software pipeline stages, and registers of a thread at most (None: as many as there are)."""
 
     warps: int
     stages: int
+    registers: int | None = None
 
 
-PREPARE, CARRY, FORWARD, CHAIN, BACKWARD = Tiles(1, 2), Tiles(1, 3), Tiles(1, 2), Tiles(1, 2), Tiles(2, 2)
+PREPARE, CARRY, FORWARD, CHAIN, BACKWARD = Tiles(1, 2), Tiles(1, 3), Tiles(1, 2), Tiles(1, 2), Tiles(1, 2)
 RESIDENT = 16
 """Programs that a multiprocessor shall have at least."""
 
@@ -59,6 +60,8 @@ class Kept(NamedTuple):
     total: Tensor  # [B, HV, T] fp32: log2 of the retention from the chunk's start
     segment: Tensor  # [B, HV, T] int32: resets in the chunk so far
     strength: Tensor  # [B, HV, T] fp32: beta as it is used
+    k_unit: Tensor  # [B, HV, T] fp32: 1 / |k|, where keys are normalised
+    q_unit: Tensor  # [B, HV, T] fp32: 1 / |q|, likewise
     states: Tensor  # [B, HV, slots, V, K]: before every chunk
     product: Tensor  # [B, HV, places, K, K] fp32: what every segment multiplies a state by
 
@@ -129,6 +132,7 @@ def forward(
         kept.total,
         kept.segment,
         kept.strength,
+        kept.k_unit,
         kept.product,
         added,
         *k.stride()[:3],
@@ -156,9 +160,11 @@ def forward(
         kept.total,
         kept.segment,
         kept.strength,
+        kept.k_unit,
         first,
         carried,
         o,
+        kept.q_unit,
         kept.states,
         end if options.keep_end else kept.total,
         bounds,
@@ -194,7 +200,8 @@ def _states(shape: Shape) -> dict[str, Any]:
 
 
 def _tiles(tiles: Tiles) -> dict[str, int]:
-    return {"STAGES": tiles.stages, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    sizes = {"STAGES": tiles.stages, "num_warps": tiles.warps, "num_stages": tiles.stages}
+    return sizes if tiles.registers is None else sizes | {"maxnreg": tiles.registers}
 
 
 def _carry(
@@ -247,6 +254,8 @@ def forward_outputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, 
         new(b, hv, t),
         new(b, hv, t, dtype=torch.int32),
         new(b, hv, t),
+        new(b, hv, t if options.norm else 0),
+        new(b, hv, t if options.norm else 0),
         new(b, hv, shape.slots, shape.v, shape.k, dtype=q.dtype),
         new(b, hv, _places(shape), shape.k, shape.k),
     )
@@ -262,6 +271,8 @@ def backward(
     total: Tensor,
     segment: Tensor,
     strength: Tensor,
+    k_unit: Tensor,
+    q_unit: Tensor,
     states: Tensor,
     product: Tensor,
     do: Tensor,
@@ -273,7 +284,7 @@ def backward(
     from hymo_kernels.device.narrow_backward import narrow_backward_kernel, narrow_chain_kernel
 
     options = Options(*static)
-    kept = Kept(inverse, total, segment, strength, states, product)
+    kept = Kept(inverse, total, segment, strength, k_unit, q_unit, states, product)
     q, k, v, do = aligned(q, CHUNK), aligned(k, CHUNK), aligned(v, CHUNK), aligned(do, CHUNK)
     shape = shape_of(q, v, cu_seqlens, CHUNK)
     grads = Gradients(*backward_outputs(q, k, v, start, cu_seqlens))
@@ -301,6 +312,8 @@ def backward(
             kept.total,
             kept.segment,
             kept.strength,
+            kept.k_unit,
+            kept.q_unit,
             last,
             added,
             bounds,
@@ -330,6 +343,8 @@ def backward(
             kept.total,
             kept.segment,
             kept.strength,
+            kept.k_unit,
+            kept.q_unit,
             kept.states,
             last,
             carried,
