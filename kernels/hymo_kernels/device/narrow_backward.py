@@ -196,52 +196,65 @@ def narrow_backward_kernel(
             qu = vector_of(q_unit + row, chunk, tokens, C)
         left = tokens - chunk * C
         inside = i < left
-        Gamma = retained_later(G, seg, C)  # [j, i]: at token i, of what token j wrote
-
-        # The chain: what reaches this chunk's writes, through the read-outs and through the later state.
-        dS_low = dS.to(kt.dtype)
-        kq = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
-        Gamma_read = Gamma * (scale * qu)[None, :]
-        P = (kq * Gamma_read).to(kt.dtype)
-        through = w[:, None] * tl.dot(kt, tl.trans(dS_low), input_precision=PRECISION)
-        d_write = tl.dot(P, dot, through, input_precision=PRECISION)
-        dR = tl.dot(tl.trans(A), d_write.to(kt.dtype), input_precision=PRECISION)
-        erased = ((-beta * gamma * ku)[:, None] * dR).to(kt.dtype)
-        store_tile(dv + out * V, HV * V, chunk, tokens, columns, beta[:, None] * dR, C, V, BLOCK_V)
-
+        # What was written.
         kS = (gamma * ku)[:, None] * tl.dot(kt, tl.trans(S), input_precision=PRECISION)
-        error = vt.to(tl.float32) - kS
-        write = tl.dot(A, (beta[:, None] * error).to(kt.dtype), input_precision=PRECISION)
-        d_strength = tl.sum(dR * error, 1)
-        erase_sum = beta * tl.sum(dR * kS, 1)
+        error = (beta[:, None] * (vt.to(tl.float32) - kS)).to(kt.dtype)
+        write = tl.dot(A, error, input_precision=PRECISION)
+        write_low = write.to(kt.dtype)
+
+        # The chain: what reaches the writes, through the read-outs and through the later state.
+        Gamma = retained_later(G, seg, C)  # [j, i]: at token i, of what token j wrote
+        Gamma_read = Gamma * (scale * qu)[None, :]
+        kq = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
+        dS_low = dS.to(kt.dtype)
+        through = w[:, None] * tl.dot(kt, tl.trans(dS_low), input_precision=PRECISION)
         to_end = tl.sum(write * through, 1)
-        kept = gamma_all * tl.sum(tl.sum(S.to(tl.float32) * dS, 1), 0)
-
-        read = ((scale * gamma * qu)[:, None] * dot.to(tl.float32)).to(kt.dtype)
-        dS = tl.dot(tl.trans(read), qt, gamma_all * dS, input_precision=PRECISION)
-        dS = tl.dot(tl.trans(erased), kt, dS, input_precision=PRECISION)
-
-        write = write.to(kt.dtype)
-        d_query = tl.dot(read, S, input_precision=PRECISION)
-        read_sum = tl.sum(qt.to(tl.float32) * d_query, 1)
-        d_key = w[:, None] * tl.dot(write, dS_low, input_precision=PRECISION)
+        d_write = tl.dot((kq * Gamma_read).to(kt.dtype), dot, through, input_precision=PRECISION)
+        dR = tl.dot(tl.trans(A), d_write.to(kt.dtype), input_precision=PRECISION)
+        store_tile(dv + out * V, HV * V, chunk, tokens, columns, beta[:, None] * dR, C, V, BLOCK_V)
+        # Tiles are read again after each store: held from the start they would fill the registers.
+        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
+        qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+        S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
+        erase_sum = tl.sum(dR * kS, 1)
+        d_strength = tl.sum(dR * vt.to(tl.float32), 1) - erase_sum
+        erase_sum *= beta
+        erased = ((-beta * gamma * ku)[:, None] * dR).to(kt.dtype)
+        d_key = w[:, None] * tl.dot(write_low, dS_low, input_precision=PRECISION)
         d_key = tl.dot(erased, S, d_key, input_precision=PRECISION)
 
         # Row and column sums of one fp32 matrix: a rounded copy for one of them makes dg wrong under strong decay.
-        dP = Gamma_read * tl.dot(write, tl.trans(dot), input_precision=PRECISION)
-        low = dP.to(kt.dtype)
-        d_key = tl.dot(low, qt, d_key, input_precision=PRECISION)
-        d_query = tl.dot(tl.trans(low), kt, d_query, input_precision=PRECISION)
-        X = dP * kq
-        read_pairs = tl.sum(X, 0)
-        dL = tl.dot(write, tl.trans(dR.to(kt.dtype)), input_precision=PRECISION)
+        dL = tl.dot(write_low, tl.trans(dR.to(kt.dtype)), input_precision=PRECISION)
         dL = tl.where(i[:, None] < i[None, :], -dL * Gamma * ku[None, :], 0.0)
         Y = dL * tl.dot(kt, tl.trans(kt), input_precision=PRECISION)
         write_pairs = tl.sum(Y, 0)
-        pair_sum = tl.sum(X + Y * beta[None, :], 1)
         low = (dL * beta[None, :]).to(kt.dtype)
         d_key = tl.dot(low, kt, d_key, input_precision=PRECISION)
         d_key = tl.dot(tl.trans(low), kt, d_key, input_precision=PRECISION)
+        dP = Gamma_read * tl.dot(write_low, tl.trans(dot), input_precision=PRECISION)
+        X = dP * kq
+        read_pairs = tl.sum(X, 0)
+        pair_sum = tl.sum(X + Y * beta[None, :], 1)
+        low = dP.to(kt.dtype)
+        d_key = tl.dot(low, qt, d_key, input_precision=PRECISION)
+
+        if NORM:
+            along_k = to_end - erase_sum + pair_sum + beta * write_pairs
+            d_key -= kt.to(tl.float32) * (along_k * ku * ku)[:, None]
+        store_tile(dk + out * K, HV * K, chunk, tokens, features, d_key, C, K, BLOCK_K)
+
+        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+        dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
+        S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
+        kept = gamma_all * tl.sum(tl.sum(S.to(tl.float32) * dS, 1), 0)
+        read = ((scale * gamma * qu)[:, None] * dot.to(tl.float32)).to(kt.dtype)
+        dS = tl.dot(tl.trans(erased), kt, gamma_all * dS, input_precision=PRECISION)
+        dS = tl.dot(tl.trans(read), qt, dS, input_precision=PRECISION)
+        d_query = tl.dot(read, S, input_precision=PRECISION)
+        read_sum = tl.sum(qt.to(tl.float32) * d_query, 1)
+        d_query = tl.dot(tl.trans(low), kt, d_query, input_precision=PRECISION)
 
         d_strength += write_pairs
         write_pairs = beta * write_pairs
@@ -258,11 +271,8 @@ def narrow_backward_kernel(
         tl.store(d_beta + at, d_strength, mask=inside)
         # d x = u (d - x_unit <x_unit, d>) is d - x <x, d> u^2 here, where d already carries u = 1 / |x|.
         if NORM:
-            along_k = to_end - erase_sum + pair_sum + write_pairs
             d_query -= qt.to(tl.float32) * ((read_sum + read_pairs) * qu * qu)[:, None]
-            d_key -= kt.to(tl.float32) * (along_k * ku * ku)[:, None]
         store_tile(dq + out * K, HV * K, chunk, tokens, features, d_query, C, K, BLOCK_K)
-        store_tile(dk + out * K, HV * K, chunk, tokens, features, d_key, C, K, BLOCK_K)
     if KEEP_START:
         if part == 0:
             store_state(d_start + (n * HV + hv) * K * V, 1, V, columns, features, dS, V, K)

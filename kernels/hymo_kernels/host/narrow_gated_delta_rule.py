@@ -48,7 +48,8 @@ class Tiles(NamedTuple):
     registers: int | None = None
 
 
-PREPARE, CARRY, FORWARD, CHAIN, BACKWARD = Tiles(1, 2), Tiles(1, 3), Tiles(1, 2), Tiles(1, 2), Tiles(1, 2)
+PREPARE, CARRY, FORWARD = Tiles(1, 2, 168), Tiles(1, 3), Tiles(1, 2, 168)
+CHAIN, BACKWARD = Tiles(1, 2, 168), Tiles(1, 1)
 RESIDENT = 16
 """Programs that a multiprocessor shall have at least."""
 
