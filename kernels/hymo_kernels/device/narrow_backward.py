@@ -196,51 +196,57 @@ def narrow_backward_kernel(
             qu = vector_of(q_unit + row, chunk, tokens, C)
         left = tokens - chunk * C
         inside = i < left
+
         # What was written.
-        kS = (gamma * ku)[:, None] * tl.dot(kt, tl.trans(S), input_precision=PRECISION)
-        error = (beta[:, None] * (vt.to(tl.float32) - kS)).to(kt.dtype)
-        write = tl.dot(A, error, input_precision=PRECISION)
+        kS = tl.dot(kt, tl.trans(S), input_precision=PRECISION)
+        error = tl.trans(beta[:, None] * (vt.to(tl.float32) - (gamma * ku)[:, None] * kS)).to(kt.dtype)
+        write = tl.dot(A, tl.trans(error), input_precision=PRECISION)
         write_low = write.to(kt.dtype)
+        written = tl.trans(write).to(kt.dtype)
 
         # The chain: what reaches the writes, through the read-outs and through the later state.
-        Gamma = retained_later(G, seg, C)  # [j, i]: at token i, of what token j wrote
-        Gamma_read = Gamma * (scale * qu)[None, :]
-        kq = tl.dot(kt, tl.trans(qt), input_precision=PRECISION)
-        dS_low = dS.to(kt.dtype)
-        through = w[:, None] * tl.dot(kt, tl.trans(dS_low), input_precision=PRECISION)
+        seen = (i[:, None] >= i[None, :]) & (seg[:, None] == seg[None, :])
+        Gamma = tl.where(seen, tl.exp2(G[:, None] - G[None, :]), 0.0)
+        P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * Gamma * (scale * qu)[:, None]
+        dS_low = tl.trans(dS).to(kt.dtype)
+        through = w[:, None] * tl.dot(kt, dS_low, input_precision=PRECISION)
         to_end = tl.sum(write * through, 1)
-        d_write = tl.dot((kq * Gamma_read).to(kt.dtype), dot, through, input_precision=PRECISION)
-        dR = tl.dot(tl.trans(A), d_write.to(kt.dtype), input_precision=PRECISION)
-        store_tile(dv + out * V, HV * V, chunk, tokens, columns, beta[:, None] * dR, C, V, BLOCK_V)
-        # Tiles are read again after each store: held from the start they would fill the registers.
-        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
-        dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
-        qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
-        S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
-        erase_sum = tl.sum(dR * kS, 1)
+        d_write = tl.dot(tl.trans(P.to(kt.dtype)), dot, through, input_precision=PRECISION)
+        dR = tl.dot(tl.trans(A), tl.trans(tl.trans(d_write).to(kt.dtype)), input_precision=PRECISION)
+        erase_sum = (gamma * ku) * tl.sum(dR * kS, 1)
         d_strength = tl.sum(dR * vt.to(tl.float32), 1) - erase_sum
         erase_sum *= beta
-        erased = ((-beta * gamma * ku)[:, None] * dR).to(kt.dtype)
-        d_key = w[:, None] * tl.dot(write_low, dS_low, input_precision=PRECISION)
-        d_key = tl.dot(erased, S, d_key, input_precision=PRECISION)
+        dR_low = dR.to(kt.dtype)
+        dR = beta[:, None] * dR
+        erased = ((-gamma * ku)[:, None] * dR).to(kt.dtype)
+        store_tile(dv + out * V, HV * V, chunk, tokens, columns, dR, C, V, BLOCK_V)
 
+        # Tiles are read again after each store: held from the start they would fill the registers.
+        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+        dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
+        S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
+        d_key = w[:, None] * tl.dot(write_low, tl.trans(dS_low), input_precision=PRECISION)
+        d_key = tl.dot(erased, S, d_key, input_precision=PRECISION)
+        dL = tl.dot(dR_low, written, input_precision=PRECISION)
+        dL = tl.where(i[:, None] > i[None, :], -dL * Gamma * ku[:, None], 0.0)
         # Row and column sums of one fp32 matrix: a rounded copy for one of them makes dg wrong under strong decay.
-        dL = tl.dot(write_low, tl.trans(dR.to(kt.dtype)), input_precision=PRECISION)
-        dL = tl.where(i[:, None] < i[None, :], -dL * Gamma * ku[None, :], 0.0)
         Y = dL * tl.dot(kt, tl.trans(kt), input_precision=PRECISION)
-        write_pairs = tl.sum(Y, 0)
-        low = (dL * beta[None, :]).to(kt.dtype)
+        write_pairs = tl.sum(Y, 1)
+        low = (dL * beta[:, None]).to(kt.dtype)
         d_key = tl.dot(low, kt, d_key, input_precision=PRECISION)
         d_key = tl.dot(tl.trans(low), kt, d_key, input_precision=PRECISION)
-        dP = Gamma_read * tl.dot(write_low, tl.trans(dot), input_precision=PRECISION)
-        X = dP * kq
-        read_pairs = tl.sum(X, 0)
-        pair_sum = tl.sum(X + Y * beta[None, :], 1)
-        low = dP.to(kt.dtype)
-        d_key = tl.dot(low, qt, d_key, input_precision=PRECISION)
-
+        dP = tl.dot(dot, written, input_precision=PRECISION)
+        X = dP * P
+        read_pairs = tl.sum(X, 1)
+        pair_sum = tl.sum(X + beta[:, None] * Y, 0)
+        low = (dP * Gamma * (scale * qu)[:, None]).to(kt.dtype)
+        d_key = tl.dot(tl.trans(low), qt, d_key, input_precision=PRECISION)
+        d_strength += write_pairs
+        write_pairs *= beta
+        # d x = u (d - x_unit <x_unit, d>) is d - x <x, d> u^2 here, where d already carries u = 1 / |x|.
         if NORM:
-            along_k = to_end - erase_sum + pair_sum + beta * write_pairs
+            along_k = to_end - erase_sum + pair_sum + write_pairs
             d_key -= kt.to(tl.float32) * (along_k * ku * ku)[:, None]
         store_tile(dk + out * K, HV * K, chunk, tokens, features, d_key, C, K, BLOCK_K)
 
@@ -254,25 +260,21 @@ def narrow_backward_kernel(
         dS = tl.dot(tl.trans(read), qt, dS, input_precision=PRECISION)
         d_query = tl.dot(read, S, input_precision=PRECISION)
         read_sum = tl.sum(qt.to(tl.float32) * d_query, 1)
-        d_query = tl.dot(tl.trans(low), kt, d_query, input_precision=PRECISION)
+        d_query = tl.dot(low, kt, d_query, input_precision=PRECISION)
+        if NORM:
+            d_query -= qt.to(tl.float32) * ((read_sum + read_pairs) * qu * qu)[:, None]
+        store_tile(dq + out * K, HV * K, chunk, tokens, features, d_query, C, K, BLOCK_K)
 
-        d_strength += write_pairs
-        write_pairs = beta * write_pairs
         dG = read_sum - erase_sum - to_end + read_pairs + write_pairs - pair_sum
         dG += tl.where(i == tl.minimum(left, C) - 1, kept + tl.sum(to_end, 0), 0.0)
         # dg: the sum of dG over the later tokens of the same segment; a reset's own gate does not matter.
-        counts = (i[:, None] <= i[None, :]) & (seg[:, None] == seg[None, :]) & inside[None, :]
-        d_gate = tl.sum(tl.where(counts, dG[None, :], 0.0), 1)
+        d_gate = tl.sum(tl.where(seen, dG[:, None], 0.0), 0)
         at = row + wide(chunk * C) + i
         before = tl.load(segment + at - 1, mask=inside & (i > 0), other=0)
         d_gate = tl.where(seg == before, d_gate, 0.0)
         at = out + (wide(chunk * C) + i) * HV
         tl.store(dg + at, d_gate, mask=inside)
         tl.store(d_beta + at, d_strength, mask=inside)
-        # d x = u (d - x_unit <x_unit, d>) is d - x <x, d> u^2 here, where d already carries u = 1 / |x|.
-        if NORM:
-            d_query -= qt.to(tl.float32) * ((read_sum + read_pairs) * qu * qu)[:, None]
-        store_tile(dq + out * K, HV * K, chunk, tokens, features, d_query, C, K, BLOCK_K)
     if KEEP_START:
         if part == 0:
             store_state(d_start + (n * HV + hv) * K * V, 1, V, columns, features, dS, V, K)

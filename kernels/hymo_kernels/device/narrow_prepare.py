@@ -133,13 +133,14 @@ def narrow_prepare_kernel(
         if more:
             vt = tl.trans(tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
             gamma, w, gamma_all = decays(G, seg, tl.sum(decay * LOG2_E, 0), tl.sum(reset, 0))
-            erase = (write * gamma * ku)[None, :]
-            R = write[None, :] * vt.to(tl.float32)
-            R -= erase * tl.dot(U.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
-            written = w[None, :] * tl.dot(R.to(kt.dtype), tl.trans(A), input_precision=PRECISION)
+            # Strengths and decays are part of the inverse here.
+            weighted = w[:, None] * A.to(tl.float32) * write[None, :]
+            R = vt.to(tl.float32) - (gamma * ku)[None, :] * tl.dot(U.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
+            written = tl.dot(R.to(kt.dtype), tl.trans(weighted).to(kt.dtype), input_precision=PRECISION)
             U = tl.dot(written.to(kt.dtype), kt, gamma_all * U, input_precision=PRECISION)
-            R = -erase * tl.dot(M.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
-            written = w[None, :] * tl.dot(R.to(kt.dtype), tl.trans(A), input_precision=PRECISION)
+            weighted *= -(gamma * ku)[None, :]
+            R = tl.dot(M.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
+            written = tl.dot(R.to(kt.dtype), tl.trans(weighted).to(kt.dtype), input_precision=PRECISION)
             M = tl.dot(written.to(kt.dtype), kt, gamma_all * M, input_precision=PRECISION)
     if more:
         store_state(product + place * K * K, K, 1, features, features, M, K, K)

@@ -49,7 +49,7 @@ class Tiles(NamedTuple):
 
 
 PREPARE, CARRY, FORWARD = Tiles(1, 2, 168), Tiles(1, 3), Tiles(1, 2, 168)
-CHAIN, BACKWARD = Tiles(1, 2, 168), Tiles(1, 1)
+CHAIN, BACKWARD = Tiles(1, 2, 168), Tiles(1, 2)
 RESIDENT = 16
 """Programs that a multiprocessor shall have at least."""
 
