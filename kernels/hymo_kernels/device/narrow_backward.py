@@ -8,8 +8,8 @@ then has the gradient at the end of its segment, and gives all gradients in one 
 import triton
 import triton.language as tl
 
-from hymo_kernels.device.forward import store_tile, tile_of, vector_of, wide
-from hymo_kernels.device.narrow_prepare import gates_kept, piece, retained_later, state_of, store_state
+from hymo_kernels.device.forward import store_tile, wide
+from hymo_kernels.device.narrow_prepare import gates_kept, numbers_of, piece, retained_later, rows_of, state_of, store_state
 
 
 @triton.jit(do_not_specialize=["T", "places", "sequences", "length", "segments"])
@@ -78,23 +78,24 @@ def narrow_chain_kernel(
                 dS = state_of(d_end, stride_sv, stride_sk, columns, features, V, K).to(tl.float32)
         for step in tl.range(0, end - begin, num_stages=STAGES, disable_licm=True):
             chunk = end - 1 - step
-            kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
-            qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
-            dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
-            A = tile_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
+            kt = rows_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+            qt = rows_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+            dot = rows_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
+            A = rows_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
             G, seg, beta, gamma, w, gamma_all = gates_kept(total + row, segment + row, strength + row, chunk, tokens, C)
             ku = tl.full([C], 1.0, tl.float32)
             qu = tl.full([C], 1.0, tl.float32)
             if NORM:
-                ku = vector_of(k_unit + row, chunk, tokens, C)
-                qu = vector_of(q_unit + row, chunk, tokens, C)
+                ku = numbers_of(k_unit + row, chunk, tokens, C)
+                qu = numbers_of(q_unit + row, chunk, tokens, C)
+            reading = tl.where(i < tokens - chunk * C, scale * qu, 0.0)
             P = tl.dot(kt, tl.trans(qt), input_precision=PRECISION) * retained_later(G, seg, C)
-            P = (P * (scale * qu)[None, :]).to(kt.dtype)
+            P = P * reading[None, :]
             d_write = w[None, :] * tl.dot(dS.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
-            d_write = tl.dot(tl.trans(dot), tl.trans(P), d_write, input_precision=PRECISION)
+            d_write = tl.dot(tl.trans(dot), tl.trans(P).to(kt.dtype), d_write, input_precision=PRECISION)
             dR = tl.dot(d_write.to(kt.dtype), A, input_precision=PRECISION)
             erased = ((-beta * gamma * ku)[None, :] * dR).to(kt.dtype)
-            read = ((scale * gamma * qu)[:, None] * dot.to(tl.float32)).to(kt.dtype)
+            read = ((gamma * reading)[:, None] * dot.to(tl.float32)).to(kt.dtype)
             dS = tl.dot(tl.trans(read), qt, gamma_all * dS, input_precision=PRECISION)
             dS = tl.dot(erased, kt, dS, input_precision=PRECISION)
         store_state(added + place * V * K, K, 1, columns, features, dS, V, K)
@@ -182,18 +183,19 @@ def narrow_backward_kernel(
         dS = state_of(carried + place * V * K, K, 1, columns, features, V, K)
     for step in tl.range(0, end - begin, num_stages=STAGES, disable_licm=True):
         chunk = end - 1 - step
-        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
-        qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
-        vt = tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V)
-        dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
-        A = tile_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
+        kt = rows_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        qt = rows_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+        vt = rows_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V)
+        dot = rows_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
+        A = rows_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
         S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
         G, seg, beta, gamma, w, gamma_all = gates_kept(total + row, segment + row, strength + row, chunk, tokens, C)
         ku = tl.full([C], 1.0, tl.float32)
         qu = tl.full([C], 1.0, tl.float32)
         if NORM:
-            ku = vector_of(k_unit + row, chunk, tokens, C)
-            qu = vector_of(q_unit + row, chunk, tokens, C)
+            ku = numbers_of(k_unit + row, chunk, tokens, C)
+            qu = numbers_of(q_unit + row, chunk, tokens, C)
+        reading = tl.where(i < tokens - chunk * C, scale * qu, 0.0)
         left = tokens - chunk * C
         inside = i < left
 
@@ -207,7 +209,7 @@ def narrow_backward_kernel(
         # The chain: what reaches the writes, through the read-outs and through the later state.
         seen = (i[:, None] >= i[None, :]) & (seg[:, None] == seg[None, :])
         Gamma = tl.where(seen, tl.exp2(G[:, None] - G[None, :]), 0.0)
-        P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * Gamma * (scale * qu)[:, None]
+        P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * Gamma * reading[:, None]
         dS_low = tl.trans(dS).to(kt.dtype)
         through = w[:, None] * tl.dot(kt, dS_low, input_precision=PRECISION)
         to_end = tl.sum(write * through, 1)
@@ -222,9 +224,9 @@ def narrow_backward_kernel(
         store_tile(dv + out * V, HV * V, chunk, tokens, columns, dR, C, V, BLOCK_V)
 
         # Tiles are read again after each store: held from the start they would fill the registers.
-        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
-        qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
-        dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
+        kt = rows_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        qt = rows_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+        dot = rows_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
         S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
         d_key = w[:, None] * tl.dot(write_low, tl.trans(dS_low), input_precision=PRECISION)
         d_key = tl.dot(erased, S, d_key, input_precision=PRECISION)
@@ -240,7 +242,7 @@ def narrow_backward_kernel(
         X = dP * P
         read_pairs = tl.sum(X, 1)
         pair_sum = tl.sum(X + beta[:, None] * Y, 0)
-        low = (dP * Gamma * (scale * qu)[:, None]).to(kt.dtype)
+        low = (dP * Gamma * reading[:, None]).to(kt.dtype)
         d_key = tl.dot(tl.trans(low), qt, d_key, input_precision=PRECISION)
         d_strength += write_pairs
         write_pairs *= beta
@@ -250,12 +252,12 @@ def narrow_backward_kernel(
             d_key -= kt.to(tl.float32) * (along_k * ku * ku)[:, None]
         store_tile(dk + out * K, HV * K, chunk, tokens, features, d_key, C, K, BLOCK_K)
 
-        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
-        qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
-        dot = tile_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
+        kt = rows_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        qt = rows_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+        dot = rows_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
         S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
         kept = gamma_all * tl.sum(tl.sum(S.to(tl.float32) * dS, 1), 0)
-        read = ((scale * gamma * qu)[:, None] * dot.to(tl.float32)).to(kt.dtype)
+        read = ((gamma * reading)[:, None] * dot.to(tl.float32)).to(kt.dtype)
         dS = tl.dot(tl.trans(erased), kt, gamma_all * dS, input_precision=PRECISION)
         dS = tl.dot(tl.trans(read), qt, dS, input_precision=PRECISION)
         d_query = tl.dot(read, S, input_precision=PRECISION)

@@ -7,8 +7,8 @@ divides what is written, it is part of the inverse.
 import triton
 import triton.language as tl
 
-from hymo_kernels.device.forward import store_tile, tile_of, vector_of, wide
-from hymo_kernels.device.narrow_prepare import gates_kept, piece, retained, state_of, store_state, unit_of
+from hymo_kernels.device.forward import store_tile, wide
+from hymo_kernels.device.narrow_prepare import gates_kept, numbers_of, piece, retained, rows_of, state_of, store_state, unit_of
 
 
 @triton.jit(do_not_specialize=["T", "slots", "places", "sequences", "length", "segments"])
@@ -83,15 +83,15 @@ def narrow_forward_kernel(
     if (part > 0) & (begin < end):
         S = state_of(carried + place * V * K, K, 1, columns, features, V, K)
     for chunk in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
-        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
-        vt = tl.trans(tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
-        qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
-        A = tile_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
+        kt = rows_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        vt = tl.trans(rows_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
+        qt = rows_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+        A = rows_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
         G, seg, beta, gamma, w, gamma_all = gates_kept(total + row, segment + row, strength + row, chunk, tokens, C)
         ku = tl.full([C], 1.0, tl.float32)
         qu = tl.full([C], scale, tl.float32)
         if NORM:
-            ku = vector_of(k_unit + row, chunk, tokens, C)
+            ku = numbers_of(k_unit + row, chunk, tokens, C)
             qu = unit_of(qt)
             tl.store(q_unit + row + wide(chunk * C) + i, qu, mask=i < tokens - chunk * C)
             qu = scale * qu
@@ -101,11 +101,10 @@ def narrow_forward_kernel(
         R -= (beta * gamma * ku)[None, :] * tl.dot(S_low, tl.trans(kt), input_precision=PRECISION)
         write = tl.dot(R.to(kt.dtype), tl.trans(A), input_precision=PRECISION)
         S = tl.dot((w[None, :] * write).to(kt.dtype), kt, gamma_all * S, input_precision=PRECISION)
-        P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * retained(G, seg, C)
-        read = gamma[None, :] * tl.dot(S_low, tl.trans(qt), input_precision=PRECISION)
-        read = tl.dot(write.to(kt.dtype), tl.trans(P.to(kt.dtype)), read, input_precision=PRECISION)
-        read = (qu[None, :] * read).to(kt.dtype)
-        store_tile(o, HV * V, chunk, tokens, columns, tl.trans(read), C, V, BLOCK_V)
+        P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * retained(G, seg, C) * qu[:, None]
+        read = (gamma * qu)[None, :] * tl.dot(S_low, tl.trans(qt), input_precision=PRECISION)
+        read = tl.dot(write.to(kt.dtype), tl.trans(P).to(kt.dtype), read, input_precision=PRECISION)
+        store_tile(o, HV * V, chunk, tokens, columns, tl.trans(read.to(kt.dtype)), C, V, BLOCK_V)
     if KEEP_END:
         if ((begin < end) | (part == 0)) & (more == 0):
             store_state(end_state + (n * HV + hv) * K * V, 1, V, columns, features, S, V, K)

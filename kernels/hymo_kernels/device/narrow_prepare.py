@@ -12,7 +12,7 @@ has 64 rows, so that none is one of Hopper's, for which Triton 3.4 to 3.7.0 misc
 import triton
 import triton.language as tl
 
-from hymo_kernels.device.forward import store_tile, tile_of, wide
+from hymo_kernels.device.forward import store_tile, wide
 from hymo_kernels.device.places import sequence
 from hymo_kernels.device.prepare import double, gates_of
 
@@ -97,7 +97,7 @@ def narrow_prepare_kernel(
     for chunk in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
         left = tokens - chunk * C
         inside = i < left
-        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        kt = rows_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
         at = wide(chunk * C)
         write, decay, reset = gates_of(
             g + at * stride_gt,
@@ -131,7 +131,7 @@ def narrow_prepare_kernel(
         A = (ku[:, None] * inverse_of(L, HALF, PRECISION)).to(inverse.dtype.element_ty)
         store_tile(inverse + row * C, C, chunk, tokens, i, A, C, C, C)
         if more:
-            vt = tl.trans(tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
+            vt = tl.trans(rows_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
             gamma, w, gamma_all = decays(G, seg, tl.sum(decay * LOG2_E, 0), tl.sum(reset, 0))
             # Strengths and decays are part of the inverse here.
             weighted = w[:, None] * A.to(tl.float32) * write[None, :]
@@ -191,6 +191,28 @@ def place_in_row(n, slot, sequences, PACKED: tl.constexpr):
 
 
 @triton.jit
+def rows_of(rows, stride, chunk, length, columns, C: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """The rows of one chunk, the last one over and over beyond the sequence, zero beyond the width.
+
+    A mask of rows would clear every register before each load. What a repeated row meets is zero: its token's strength,
+    decays and read-out.
+    """
+    start = chunk * C
+    at = tl.minimum(tl.arange(0, C), length - start - 1)
+    rows += wide(start) * stride + (at[:, None] * stride + columns[None, :])
+    if WIDTH % BLOCK != 0:
+        return tl.load(rows, mask=(columns < WIDTH)[None, :], other=0.0)
+    return tl.load(rows)
+
+
+@triton.jit
+def numbers_of(numbers, chunk, length, C: tl.constexpr):
+    """One number per token of a chunk, the last one over and over beyond the sequence."""
+    start = chunk * C
+    return tl.load(numbers + start + tl.minimum(tl.arange(0, C), length - start - 1))
+
+
+@triton.jit
 def state_of(state, stride_row, stride_column, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """A state, or the product of a segment, zero beyond its size."""
     mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
@@ -215,15 +237,13 @@ def unit_of(x):
 @triton.jit
 def gates_kept(total, segment, strength, chunk, length, C: tl.constexpr):
     """Of one chunk: log2 of the retention from its start, segments, write strength, and what `decays` gives."""
-    i = tl.arange(0, C)
     start = chunk * C
-    left = length - start
-    total += start
-    segment += start
-    final = tl.minimum(left, C) - 1
-    G = tl.load(total + i, mask=i < left, other=0.0)
-    seg = tl.load(segment + i, mask=i < left, other=127)
-    beta = tl.load(strength + start + i, mask=i < left, other=0.0)
+    inside = tl.arange(0, C) < length - start
+    final = start + tl.minimum(length - start, C) - 1
+    G = numbers_of(total, chunk, length, C)
+    # What lies beyond the sequence is a segment of its own.
+    seg = tl.where(inside, numbers_of(segment, chunk, length, C), 127)
+    beta = tl.where(inside, numbers_of(strength, chunk, length, C), 0.0)
     gamma, w, gamma_all = decays(G, seg, tl.load(total + final), tl.load(segment + final))
     return G, seg, beta, gamma, w, gamma_all
 
