@@ -9,7 +9,16 @@ import triton
 import triton.language as tl
 
 from hymo_kernels.device.forward import store_tile, wide
-from hymo_kernels.device.narrow_prepare import gates_kept, numbers_of, piece, retained_later, rows_of, state_of, store_state
+from hymo_kernels.device.narrow_prepare import (
+    gates_kept,
+    numbers_of,
+    piece,
+    retained_later,
+    right_operand,
+    rows_of,
+    state_of,
+    store_state,
+)
 
 
 @triton.jit(do_not_specialize=["T", "places", "sequences", "length", "segments"])
@@ -201,8 +210,8 @@ def narrow_backward_kernel(
 
         # What was written.
         kS = tl.dot(kt, tl.trans(S), input_precision=PRECISION)
-        error = tl.trans(beta[:, None] * (vt.to(tl.float32) - (gamma * ku)[:, None] * kS)).to(kt.dtype)
-        write = tl.dot(A, tl.trans(error), input_precision=PRECISION)
+        error = beta[:, None] * (vt.to(tl.float32) - (gamma * ku)[:, None] * kS)
+        write = tl.dot(A, right_operand(error, kt.dtype), input_precision=PRECISION)
         write_low = write.to(kt.dtype)
         written = tl.trans(write).to(kt.dtype)
 
@@ -214,7 +223,7 @@ def narrow_backward_kernel(
         through = w[:, None] * tl.dot(kt, dS_low, input_precision=PRECISION)
         to_end = tl.sum(write * through, 1)
         d_write = tl.dot(tl.trans(P.to(kt.dtype)), dot, through, input_precision=PRECISION)
-        dR = tl.dot(tl.trans(A), tl.trans(tl.trans(d_write).to(kt.dtype)), input_precision=PRECISION)
+        dR = tl.dot(tl.trans(A), right_operand(d_write, kt.dtype), input_precision=PRECISION)
         erase_sum = (gamma * ku) * tl.sum(dR * kS, 1)
         d_strength = tl.sum(dR * vt.to(tl.float32), 1) - erase_sum
         erase_sum *= beta

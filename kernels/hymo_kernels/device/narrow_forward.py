@@ -8,7 +8,16 @@ import triton
 import triton.language as tl
 
 from hymo_kernels.device.forward import store_tile, wide
-from hymo_kernels.device.narrow_prepare import gates_kept, numbers_of, piece, retained, rows_of, state_of, store_state, unit_of
+from hymo_kernels.device.narrow_prepare import (
+    gates_kept,
+    numbers_of,
+    piece,
+    retained,
+    rows_of,
+    state_of,
+    store_state,
+    unit_of,
+)
 
 
 @triton.jit(do_not_specialize=["T", "slots", "places", "sequences", "length", "segments"])

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from hymo_kernels.device.forward import store_tile, wide
 from hymo_kernels.device.places import sequence
-from hymo_kernels.device.prepare import double, gates_of
+from hymo_kernels.device.prepare import gates_of
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -135,7 +135,8 @@ def narrow_prepare_kernel(
             gamma, w, gamma_all = decays(G, seg, tl.sum(decay * LOG2_E, 0), tl.sum(reset, 0))
             # Strengths and decays are part of the inverse here.
             weighted = w[:, None] * A.to(tl.float32) * write[None, :]
-            R = vt.to(tl.float32) - (gamma * ku)[None, :] * tl.dot(U.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
+            erased = tl.dot(U.to(kt.dtype), tl.trans(kt), input_precision=PRECISION)
+            R = vt.to(tl.float32) - (gamma * ku)[None, :] * erased
             written = tl.dot(R.to(kt.dtype), tl.trans(weighted).to(kt.dtype), input_precision=PRECISION)
             U = tl.dot(written.to(kt.dtype), kt, gamma_all * U, input_precision=PRECISION)
             weighted *= -(gamma * ku)[None, :]
@@ -179,9 +180,26 @@ def inverse_of(L, HALF: tl.constexpr, PRECISION: tl.constexpr):
     i = tl.arange(0, 16)[:, None]
     j = tl.arange(0, 16)[None, :]
     a = tl.where(i == j, 1.0, 0.0) - tl.where(i // 2 == j // 2, L, 0.0)
-    a = double(a, tl.where((i // 4 == j // 4) & (i // 2 > j // 2), L, 0.0), HALF, PRECISION)
-    a = double(a, tl.where((i // 8 == j // 8) & (i // 4 > j // 4), L, 0.0), HALF, PRECISION)
-    return double(a, tl.where(i // 8 > j // 8, L, 0.0), HALF, PRECISION)
+    a = _double(a, tl.where((i // 4 == j // 4) & (i // 2 > j // 2), L, 0.0), HALF, PRECISION)
+    a = _double(a, tl.where((i // 8 == j // 8) & (i // 4 > j // 4), L, 0.0), HALF, PRECISION)
+    return _double(a, tl.where(i // 8 > j // 8, L, 0.0), HALF, PRECISION)
+
+
+@triton.jit
+def _double(a, lower, HALF: tl.constexpr, PRECISION: tl.constexpr):
+    dtype: tl.constexpr = tl.float16 if HALF else tl.float32
+    x = tl.dot(a.to(dtype), right_operand(lower, dtype), input_precision=PRECISION)
+    return a - tl.dot(x.to(dtype), right_operand(a, dtype), input_precision=PRECISION)
+
+
+@triton.jit
+def right_operand(x, dtype: tl.constexpr):
+    """x, computed in registers, for the right of a product.
+
+    Transposed, it is one as it lies there; transposed again it goes through shared memory, where a single conversion
+    would be many shuffles.
+    """
+    return tl.trans(tl.trans(x).to(dtype))
 
 
 @triton.jit

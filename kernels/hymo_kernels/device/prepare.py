@@ -168,22 +168,22 @@ def inverse_of(L, C: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
     i = tl.arange(0, 16)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
     a = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), D, 0.0)
-    a = double(a, tl.where((i // 4 == j // 4) & (i // 2 > j // 2), D, 0.0), HALF, PRECISION)
-    a = double(a, tl.where((i // 8 == j // 8) & (i // 4 > j // 4), D, 0.0), HALF, PRECISION)
-    a = double(a, tl.where(i // 8 > j // 8, D, 0.0), HALF, PRECISION)
+    a = _double(a, tl.where((i // 4 == j // 4) & (i // 2 > j // 2), D, 0.0), HALF, PRECISION)
+    a = _double(a, tl.where((i // 8 == j // 8) & (i // 4 > j // 4), D, 0.0), HALF, PRECISION)
+    a = _double(a, tl.where(i // 8 > j // 8, D, 0.0), HALF, PRECISION)
     if C == 64:
         a = _spread(tl.reshape(a, [2, 2, 16, 16]), 2, 2, 16)
         i = tl.arange(0, 32)[None, :, None]
         j = tl.arange(0, 32)[None, None, :]
-        a = double(a, tl.where(i // 16 > j // 16, _diagonal(L, 2, 32), 0.0), HALF, PRECISION)
+        a = _double(a, tl.where(i // 16 > j // 16, _diagonal(L, 2, 32), 0.0), HALF, PRECISION)
     a = tl.reshape(_spread(tl.reshape(a, [1, 2, C // 2, C // 2]), 1, 2, C // 2), [C, C])
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    return double(a, tl.where(i // (C // 2) > j // (C // 2), L, 0.0), HALF, PRECISION)
+    return _double(a, tl.where(i // (C // 2) > j // (C // 2), L, 0.0), HALF, PRECISION)
 
 
 @triton.jit
-def double(a, lower, HALF: tl.constexpr, PRECISION: tl.constexpr):
+def _double(a, lower, HALF: tl.constexpr, PRECISION: tl.constexpr):
     low = a.to(tl.float16) if HALF else a
     x = tl.dot(low, lower.to(low.dtype), input_precision=PRECISION)
     return a - tl.dot(x.to(low.dtype), low, input_precision=PRECISION)

@@ -1,7 +1,7 @@
 """The gated delta rule for narrow heads, keys and values of at most 32 features: small programs, many at once.
 
-What a chunk of 64 tokens moves is little here, and a whole state fits one warp's registers. So chunks are of 32 tokens,
-programs of a warp or two, and sequences are cut into as many segments as fill the card, each from its true start:
+What a chunk of 64 tokens moves is little here, and a whole state fits one warp's registers. So chunks are of 16 tokens,
+programs of one warp, and sequences are cut into as many segments as fill the card, each from its true start:
 
     prepare    every chunk's inverse; what every segment makes of a state
     carry      the state before every segment
@@ -28,7 +28,7 @@ from hymo_kernels.host.gated_delta_call import (
 )
 
 CHUNK = 16
-"""Tokens a chunk: the inverse takes a quarter of the products a token that it would in chunks of 64."""
+"""Tokens a chunk: what a program holds of one fits the registers of a warp, and the inverse is three doublings."""
 
 WIDEST = 32
 """Features of the widest key or value."""
