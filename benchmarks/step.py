@@ -1,31 +1,34 @@
 """Times a training step: `benchmarks/step.py [CONFIG] [section.key=value ...] [--compile ...] [--backend ...]`.
 
     benchmarks/step.py --compile none aot_eager inductor
-    benchmarks/step.py recipes/configs/hymo_750m.yaml training.gradient_accumulation_steps=1 --compile inductor
+    benchmarks/step.py recipes/configs/hymo_750m.yaml training.gradient_accumulation_steps=1 --compile inductor --twin
 
 A table of one run with its contestants interleaved, so that a busy machine slows all of them alike: every way of
-compiling with every backend, over packed documents. On a CPU read the ratios, and those of a second table: the gated
-delta rule chunked and token by token at T = 512. On a GPU there are tokens per second, FLOP/s by the convention of
-`--dry-run` against the card's peak, the most memory held, and where the time of the last contestant goes.
+compiling with every backend, over packed documents; with `--twin` the same step in plain PyTorch too (`twin.py`). On a
+CPU read the ratios, and those of a second table: the gated delta rule chunked and token by token at T = 512. On a GPU
+there are tokens per second, FLOP/s by the convention of `--dry-run` against the card's peak and against what a large
+product reaches in the same run, the most memory that a contestant holds, and where its time goes.
 """
 
 import argparse
-import re
+import gc
 import statistics
 import sys
 import time
-from collections import Counter
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from scan import Shape, environment, inputs, program
+from scan import NOTES, Shape, available, environment, inputs, program
+from torch import Tensor
+from twin import Rule, TwinStep, build_twin, choose_convolution, passes
+from where import breakdown
 
 from hymo import (
-    TrainState,
     build_hymo,
     build_optimizer,
     init_train_state,
@@ -40,23 +43,13 @@ from hymo.accounting import flops_per_token, peak_flops
 from hymo.backend import choose_backend
 from hymo.batch import Batch
 from hymo.config import DELIMITER, HyMoConfig, derive_config
+from hymo.model import ModelParams
 from hymo_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
 DOCUMENT = 600
 """Tokens of a document, on average."""
-
-KINDS = {
-    "scan": r"fused_(prepare|forward|backward)_kernel|^(prepare|forward|chain|chunk)_kernel|carry_kernel|pairs",
-    "convolution": r"conv",
-    "attention": r"sdpa|fmha|flash|attention|attn",
-    "matrix products": r"gemm|cutlass|nvjet|xmma|cublas",
-    "communication": r"nccl",
-    "made by inductor": r"^triton_",
-    "copies": r"memcpy|memset",
-}
-"""What a kernel's name tells about it; the first that fits counts."""
 
 TINY = Path(__file__).parents[1] / "recipes" / "configs" / "tiny.yaml"
 
@@ -100,39 +93,124 @@ def documents(config: HyMoConfig) -> Batch:
     return tree.map(lambda leaf: leaf.to(DEVICE), batch)
 
 
-def ready(config: HyMoConfig, batch: Batch, compile: Any, backend: str) -> Callable[[], object]:
-    """A step that has run once, with what that took told."""
+class Contestant(NamedTuple):
+    """A step that has run once.
+
+    Args:
+        run: the step; its loss.
+        first: seconds of the first one, with what it compiled.
+        resident: bytes it holds on the GPU between steps.
+    """
+
+    run: Callable[[], Tensor]
+    first: float
+    resident: int
+
+
+def ready(name: str, build: Callable[[], Callable[[], Tensor]]) -> Contestant:
+    """A contestant, with what its first step took, and found, told."""
+    before, losses = allocated(), []
+    run = build()
+    first = seconds(lambda: losses.append(run()))
+    print(f"first step, {name}: {first:.1f} s, loss {float(losses[0]):.5f}", flush=True)
+    return Contestant(run, first, allocated() - before)
+
+
+def ready_ones(builds: Mapping[str, Callable[[], Callable[[], Tensor]]]) -> dict[str, Contestant]:
+    """The contestants that run; of the others the error is shown."""
+    steps: dict[str, Contestant] = {}
+    for name, build in builds.items():
+        try:
+            steps[name] = ready(name, build)
+        except Exception:
+            traceback.print_exc()
+            print(f"{name}: does not run", flush=True)
+    return steps
+
+
+def on_device(params: ModelParams) -> ModelParams:
+    """Copies, for a step that writes into them."""
+    return tree.map(lambda leaf: leaf.to(DEVICE, copy=True), params)
+
+
+def hymo_step(
+    config: HyMoConfig, initial: ModelParams, batch: Batch, compile: Any, backend: str
+) -> Callable[[], Tensor]:
+    """hymo's own step."""
     config = derive_config(config, training={"compile": compile, "backend": backend})
     spec = model_spec(config.model)
     optimizer = build_optimizer(config.optimizer, config.scheduler, spec)
     chosen = choose_backend(config.training, DEVICE)
     pure = partial(train_step, cfg=config, spec=spec, optimizer=optimizer, backend=chosen)
-    params = tree.map(lambda leaf: leaf.to(DEVICE), build_hymo(config).params)
-    state: TrainState = init_train_state(params, spec=spec, optimizer=optimizer)
+    state = init_train_state(on_device(initial), spec=spec, optimizer=optimizer)
     step = jit(pure, compile=compile, donate=True)
-    print(f"first step, {compile} {backend}: {seconds(lambda: step(state, batch)):.1f} s", flush=True)
-    return lambda: step(state, batch)
+    return lambda: step(state, batch)[1].loss
 
 
-def tell_speed(config: HyMoConfig, run: Callable[[], object], milliseconds: float, tokens: int) -> None:
-    """FLOP/s and memory of a step on a GPU, and where its time goes."""
-    done = flops_per_token(config.model, config.training.max_seq_len) * tokens / milliseconds * 1e3
-    peak = peak_flops(torch.cuda.get_device_name())
-    share = f", {100 * done / peak:.1f} % of the card's peak" if peak else ""
+def twin_step(config: HyMoConfig, initial: ModelParams, batch: Batch, compile: Any, rule: Rule) -> Callable[[], object]:
+    """The step of the twin."""
+    twin = build_twin(on_device(initial), config, rule, choose_convolution(DEVICE)[0], compile)
+    step = TwinStep(twin, config, model_spec(config.model), compile)
+    return partial(step, passes(batch, config.model))
+
+
+def choose_scan(asked: str, config: HyMoConfig) -> tuple[str, Rule]:
+    """The twin's scan: the one asked for, or the fastest there is."""
+    names = [asked]
+    if asked == "auto":
+        wide = (config.model.gdn_key_dim, config.model.gdn_value_dim) == (128, 128)
+        names = [*(["flashqla"] if wide else []), "fla", "hymo"] if ON_GPU else ["eager"]
+    for name in names:
+        for rule in available([name], print).values():
+            return name, rule
+    raise SystemExit("error: no scan for the twin")
+
+
+def allocated() -> int:
+    """Bytes held on the GPU."""
+    gc.collect()
+    return torch.cuda.memory_allocated() if ON_GPU else 0
+
+
+def held(contestant: Contestant) -> float:
+    """GiB that a contestant would hold alone, at the worst moment of a step."""
+    before = allocated()
     torch.cuda.reset_peak_memory_stats()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        seconds(run)
-    print(f"\n{done / 1e12:.1f} TFLOP/s{share}; at most {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB held")
-    spent: Counter[str] = Counter()
-    for kernel in profile.key_averages():
-        fits = (kind for kind, pattern in KINDS.items() if re.search(pattern, kernel.key, re.IGNORECASE))
-        spent[next(fits, "other")] += kernel.self_device_time_total / 1e3
-    total = sum(spent.values())
-    for kind, each in spent.most_common():
-        print(f"{kind:>20} {each:9.2f} ms {100 * each / total:5.1f} %")
+    seconds(contestant.run)
+    return (torch.cuda.max_memory_allocated() - before + contestant.resident) / 2**30
 
 
-def main() -> None:
+def product_flops() -> float:
+    """FLOP/s of a bf16 product large enough to fill the GPU."""
+    x, y = (torch.randn(8192, 8192, device=DEVICE, dtype=torch.bfloat16) for _ in range(2))
+    spent = interleaved({"product": lambda: [x @ y for _ in range(10)]}, 7)["product"]
+    return 10 * 2 * 8192**3 / statistics.median(spent) * 1e3
+
+
+def tell_speed(
+    config: HyMoConfig, steps: Mapping[str, Contestant], spent: Mapping[str, list[float]], tokens: int
+) -> None:
+    """FLOP/s and memory of every contestant on a GPU, and where its time goes."""
+    per_step = flops_per_token(config.model, config.training.max_seq_len) * tokens
+    reached, peak = product_flops(), peak_flops(torch.cuda.get_device_name())
+    print(f"\n{per_step / 1e12:.2f} TFLOP a step; a product of 8192 x 8192 reaches {reached / 1e12:.0f} TFLOP/s")
+    print(f"{'':>20} {'TFLOP/s':>9} {'of peak':>8} {'of product':>10} {'GiB held':>9} {'first step':>11}")
+    for name, step in steps.items():
+        done = per_step / statistics.median(spent[name]) * 1e3
+        share = f"{done / peak:.1%}" if peak else "-"
+        row = f"{name:>20} {done / 1e12:9.1f} {share:>8} {done / reached:10.1%} {held(step):9.1f}"
+        print(f"{row} {step.first:9.1f} s", flush=True)
+
+    parts = {name: breakdown(step.run, config.model) for name, step in steps.items()}
+    kinds = {kind: None for each in parts.values() for kind in sorted(each, key=lambda kind: -each[kind])}
+    print(f"\n{'ms of GPU time':>20} " + " ".join(f"{name:>18}" for name in parts))
+    for kind in kinds:
+        print(f"{kind:>20} " + " ".join(f"{each.get(kind, 0.0):18.2f}" for each in parts.values()))
+    print(f"{'together':>20} " + " ".join(f"{sum(each.values()):18.2f}" for each in parts.values()))
+
+
+def main() -> bool:
+    """Prints the tables; returns whether all contestants are in them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("values", nargs="*", metavar="[CONFIG] section.key=value")
     parser.add_argument(
@@ -140,6 +218,13 @@ def main() -> None:
     )
     parser.add_argument("--backend", nargs="+", default=["auto"], choices=["auto", "eager", "triton"])
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument(
+        "--twin",
+        nargs="?",
+        const="auto",
+        choices=["auto", "flashqla", "fla", "hymo", "eager"],
+        help="also the step in plain PyTorch, compiled in the last way, with this scan",
+    )
     asked = parser.parse_intermixed_args()
     named = bool(asked.values) and "=" not in asked.values[0]
     config = load_config(asked.values[0] if named else TINY, asked.values[named:])
@@ -149,13 +234,23 @@ def main() -> None:
     batch = documents(config)
     tokens = batch.tokens.numel()
     ways = list(product(asked.compile, asked.backend))
-    steps = {f"{compile} {backend}": ready(config, batch, compile, backend) for compile, backend in ways}
-    spent = interleaved(steps, asked.runs)
+    start = config, build_hymo(config).params, batch
+    builds = {f"{compile} {backend}": partial(hymo_step, *start, compile, backend) for compile, backend in ways}
+    if asked.twin:
+        name, rule = choose_scan(asked.twin, config)
+        print(f"twin: the scan of {name}, the convolution of {choose_convolution(DEVICE)[1]}; it drops no tokens")
+        if name in NOTES:
+            print(NOTES[name])
+        builds[f"twin {name}"] = partial(twin_step, *start, asked.compile[-1], rule)
+    steps = ready_ones(builds)
+    if not steps:
+        return False
+    spent = interleaved({name: step.run for name, step in steps.items()}, asked.runs)
     table(f"one step of {config.run.name}, {tokens:,} tokens", spent, tokens)
+    print(f"loss of step {asked.runs + 2}: " + ", ".join(f"{name} {float(s.run()):.5f}" for name, s in steps.items()))
     if ON_GPU:
-        last = list(steps)[-1]
-        tell_speed(config, steps[last], statistics.median(spent[last]), tokens)
-        return
+        tell_speed(config, steps, spent, tokens)
+        return len(steps) == len(builds)
 
     forms = {"recurrent": fused_recurrent_gated_delta_rule, "chunk": chunk_gated_delta_rule}
     x = inputs(Shape(8, 512, 2, 32, 32))
@@ -163,7 +258,8 @@ def main() -> None:
     for run in runs.values():
         run()
     table("the scan, forward and backward, 8 x 512 tokens, 2 heads of 32 x 32", interleaved(runs, asked.runs), 8 * 512)
+    return len(steps) == len(builds)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(not main())

@@ -113,7 +113,9 @@ def _compiled(
     def strict(leaves: list[Tensor]) -> list[Tensor]:
         results = traced(leaves)
         if donated:
-            torch._foreach_copy_(leaves[:donated], results[:donated])
+            # Leaf by leaf: a fused copy of many makes kernels that are large and unlike each other, slow to compile.
+            for leaf, result in zip(leaves[:donated], results[:donated], strict=True):
+                leaf.copy_(result)
         return results[donated:]
 
     # Dynamo keeps programs by code object and does not look which function `traced` is: with a shared code object a

@@ -4,89 +4,23 @@ Everything is a weighted sum of nats per token with weights fixed before the fir
 and ranks simply add up.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from hymo.backend import EAGER, Backend
 from hymo.batch import IGNORED, Batch
 from hymo.config import ModelConfig
 from hymo.distributed import ALONE, Ranks
-from hymo.layers.embedding import embed, unembed
+from hymo.layers.embedding import embed
 from hymo.layers.moe import Load
 from hymo.layers.mtp import mtp
 from hymo.layers.norm import rms_norm
 from hymo.model import ModelParams, gather_ends, head_table, trunk
-
-
-class CrossEntropy(torch.autograd.Function):
-    """`sum_i weight_i * nll_i` of softcapped logits, a chunk of tokens at a time.
-
-    The gradient with respect to hidden states and table is computed beside the loss, chunk by chunk, since the weights
-    are known: logits are made once, never kept, and the backward only scales.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        hidden: Tensor, table: Tensor, labels: Tensor, weight: Tensor, cap: float, chunk: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The weighted sum and its gradients; the gradients are outputs only so that the backward can keep them."""
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        d_table = torch.zeros_like(table, dtype=torch.float32)
-        d_hidden = []
-        for h, y, w in zip(*(torch.split(x, chunk) for x in (hidden, labels, weight)), strict=True):
-            squashed = torch.tanh((h @ table.mT).float() / cap)
-            log_p = torch.log_softmax(cap * squashed, dim=-1)
-            picked = log_p.gather(-1, y[:, None])
-            total = total - (w * picked[:, 0]).sum()
-            slope = w[:, None] * (1 - squashed.square())
-            d_logits = log_p.exp().scatter_add(-1, y[:, None], -torch.ones_like(picked)) * slope
-            d_logits = d_logits.to(h.dtype)
-            d_hidden.append(d_logits @ table)
-            d_table = d_table + (d_logits.mT @ h).float()
-        return total, torch.cat(d_hidden), d_table
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-        _, d_hidden, d_table = output
-        ctx.save_for_backward(d_hidden, d_table)
-        ctx.dtypes = inputs[0].dtype, inputs[1].dtype
-        ctx.mark_non_differentiable(d_hidden, d_table)
-
-    @staticmethod
-    def backward(ctx: Any, scale: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-        d_hidden, d_table = ctx.saved_tensors
-        hidden_dtype, table_dtype = ctx.dtypes
-        return (scale * d_hidden).to(hidden_dtype), (scale * d_table).to(table_dtype), None, None, None, None
-
-
-def weighted_cross_entropy(
-    hidden: Float[Tensor, "n d"],
-    table: Float[Tensor, "u d"],
-    labels: Int[Tensor, " n"],
-    weight: Float[Tensor, " n"],
-    *,
-    cap: float,
-    logit_budget: int,
-) -> Float[Tensor, ""]:
-    """`sum_i weight_i * -log softmax(softcap(hidden_i table^T))[labels_i]`, in nats, fp32.
-
-    Differentiable once, in `hidden` and `table`. A weight of zero ignores a token, whatever its label.
-
-    Args:
-        cap: bound of the logits, in nats.
-        logit_budget: how many fp32 logits may exist at once; at least one token's are made.
-    """
-    chunk = max(1, logit_budget // table.shape[0])
-    apply: Any = CrossEntropy.apply
-    total: Tensor = apply(hidden, table, labels.clamp(min=0), weight, cap, chunk)[0]
-    return total
 
 
 class Losses(NamedTuple):
@@ -139,13 +73,12 @@ def loss(
 
     def nats(hidden: Tensor, mask: Tensor, count: Tensor, k: int) -> Tensor:
         normed = rms_norm(hidden, ends.norm, eps=cfg.norm_eps)
-        return weighted_cross_entropy(
+        return backend.cross_entropy(
             rearrange(normed, "b t d -> (b t) d"),
             head_table(ends),
             batch.labels.roll(-k, dims=-1).flatten(),
             (mask.float() / count).flatten(),
             cap=cfg.logit_softcap,
-            logit_budget=backend.logit_budget,
         )
 
     masks = label_masks(batch, cfg.mtp_depth)
@@ -168,9 +101,6 @@ def token_nats(
     hidden = trunk(params, x, cfg=cfg, position=batch.position, backend=backend).hidden
     normed = rearrange(rms_norm(hidden, ends.norm, eps=cfg.norm_eps), "b t d -> (b t) d")
     labels = batch.labels.flatten()
-    chunk = max(1, backend.logit_budget // cfg.vocab_size)
-    nats = [
-        F.cross_entropy(unembed(h, head_table(ends), cap=cfg.logit_softcap), y, ignore_index=IGNORED, reduction="none")
-        for h, y in zip(torch.split(normed, chunk), torch.split(labels, chunk), strict=True)
-    ]
-    return torch.cat(nats).view(batch.labels.shape)
+    counts = (labels != IGNORED).float()
+    nats = backend.cross_entropy(normed, head_table(ends), labels, counts, cap=cfg.logit_softcap, reduction="none")
+    return nats.view(batch.labels.shape)

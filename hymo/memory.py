@@ -1,6 +1,7 @@
 """Memory of a training step on one rank, before anything is allocated: its layers run on fake tensors, watched."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -8,17 +9,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hymo import tree
-from hymo.backend import EAGER, Backend
+from hymo.backend import EAGER, GPU_LOGIT_BYTES, LOGIT_BYTES, Backend
 from hymo.batch import Batch
 from hymo.config import HyMoConfig, ModelConfig, derive_config
 from hymo.footprint import Footprint, Ledger, footprint, uncompiled_peak
-from hymo.loss import loss, weighted_cross_entropy
+from hymo.loss import loss
 from hymo.model import ModelParams, model_spec, trunk
 from hymo.optim import build_optimizer
 from hymo.params import COMPUTE_ROLES, ROLES, abstract, count, is_spec, partition
+from hymo_kernels.host.triton_cross_entropy import chunk_of, triton_cross_entropy
 
 SCAN_CHUNK = 64
 """Tokens that the scan kernel treats as one matrix product: per token and head it keeps a row of this size."""
+LOGIT = torch.float32
+"""Of plain PyTorch; a kernel's logits are in the compute dtype."""
 MOST_CHUNKS = 8
 """Chunks of the loss that are watched; more of them keep nothing more."""
 
@@ -56,7 +60,7 @@ class Moment(NamedTuple):
     logits: int
 
 
-def step_memory(config: HyMoConfig, world_size: int = 1, *, backend: Backend = EAGER) -> Memory:
+def step_memory(config: HyMoConfig, world_size: int = 1) -> Memory:
     """Memory of a step at its fullest moment: when the loss is known, or while a layer's gradient is pulled back.
 
     A compiled step frees each tensor after its last use, and inductor fuses elementwise operations (`Ledger`). Without
@@ -65,14 +69,13 @@ def step_memory(config: HyMoConfig, world_size: int = 1, *, backend: Backend = E
 
     Args:
         world_size: ranks, of which `training.shard_ranks` share masters, moments and gradients if sharding is fsdp2.
-        backend: the one whose logit budget the loss has.
     """
     spec, trained = model_spec(config.model), config.training
     ranks = (trained.shard_ranks or world_size) if trained.sharding == "fsdp2" else 1
     copied = () if _dtype(config) == torch.float32 else COMPUTE_ROLES
     gathered = tuple(role for role in ROLES if role not in copied) if ranks > 1 else ()
     copies = [_dtype(config).itemsize * _count(spec, copied), 4 * _count(spec, gathered)]
-    fullest = max(_moments_of_a_step(config, ranks, backend=backend), key=sum)
+    fullest = max(_moments_of_a_step(config, ranks), key=sum)
     return Memory(
         masters=4 * count(spec, *ROLES) // ranks,
         moments={group: size // ranks for group, size in _optimizer_state(config, spec).items()},
@@ -89,12 +92,12 @@ def uses_kernels(config: HyMoConfig) -> bool:
     return trained.backend == "triton" or (trained.backend == "auto" and trained.compile == "inductor")
 
 
-def _moments_of_a_step(config: HyMoConfig, ranks: int, *, backend: Backend) -> list[Moment]:
+def _moments_of_a_step(config: HyMoConfig, ranks: int) -> list[Moment]:
     spec = model_spec(config.model)
     with FakeTensorMode(allow_non_fake_inputs=True):
         kinds = {kind: _layer(config, one) for kind, one in _one_layer_models(config).items()}
-        ends = _ends(config, kinds, backend=backend)
-        logits = _logits(config, backend=backend)
+        ends = _ends(config, kinds)
+        logits = _logits(config)
     layers = [kinds["mla" if index in config.model.mla_layers else "gdn"] for index in range(config.model.n_layers)]
     blocks = [4 * count(block) // ranks for block in spec.blocks]
     whole = 4 * count(spec) // ranks
@@ -140,14 +143,16 @@ def _layer(config: HyMoConfig, one: ModelConfig) -> Footprint:
     return Footprint(once, twice - once, once)
 
 
-def _ends(config: HyMoConfig, kinds: dict[str, Footprint], *, backend: Backend) -> Footprint:
+def _ends(config: HyMoConfig, kinds: dict[str, Footprint]) -> Footprint:
     """What embedding, heads and loss take beside the layers: a model of one layer, without the layer."""
     kind, one = next(iter(_one_layer_models(config).items()))
     spec, layer, batch = model_spec(one), kinds[kind], _batch(config)
     moving, buffers = partition(spec, _fake(config, spec))
     counts, capacity, ledger = torch.ones(one.mtp_depth + 1), one.moe_capacity(batch.tokens.shape[1]), _ledger(config)
-    budget = max(backend.logit_budget, batch.tokens.numel() * one.vocab_size // MOST_CHUNKS)
-    implementation = _implementation(config, ledger)._replace(logit_budget=budget)
+    implementation = _implementation(config, ledger)
+    if not uses_kernels(config):
+        budget = max(LOGIT_BYTES, LOGIT.itemsize * batch.tokens.numel() * one.vocab_size // MOST_CHUNKS)
+        implementation = implementation._replace(cross_entropy=partial(EAGER.cross_entropy, logit_bytes=budget))
 
     def objective(moving: ModelParams) -> Tensor:
         whole = tree.combine(moving, buffers)
@@ -160,16 +165,18 @@ def _ends(config: HyMoConfig, kinds: dict[str, Footprint], *, backend: Backend) 
     return Footprint(*(both - of_layer for both, of_layer in zip(whole, layer, strict=True)))
 
 
-def _logits(config: HyMoConfig, *, backend: Backend) -> int:
+def _logits(config: HyMoConfig) -> int:
     """What one chunk of logits takes, beside what it leaves for the backward."""
     model, tokens = config.model, _batch(config).tokens.numel()
-    chunk = min(max(1, backend.logit_budget // model.vocab_size), tokens)
+    if uses_kernels(config):
+        size = _dtype(config).itemsize
+        return size * model.vocab_size * chunk_of(tokens, model.vocab_size, size, GPU_LOGIT_BYTES)
+    chunk = min(max(1, LOGIT_BYTES // (LOGIT.itemsize * model.vocab_size)), tokens)
     labels, weight = torch.zeros(chunk, dtype=torch.int64), torch.ones(chunk)
     hidden, table = (torch.empty(rows, model.dim, dtype=_dtype(config)) for rows in (chunk, model.vocab_size))
 
     def nats(hidden: Tensor, table: Tensor) -> Tensor:
-        budget = backend.logit_budget
-        return weighted_cross_entropy(hidden, table, labels, weight, cap=model.logit_softcap, logit_budget=budget)
+        return EAGER.cross_entropy(hidden, table, labels, weight, cap=model.logit_softcap)
 
     head = footprint(nats, hidden, table, ledger=_ledger(config))
     return head.forward - head.kept
@@ -254,4 +261,6 @@ def _kernels(ledger: Ledger) -> Backend:
         scan=lambda *inputs, **options: (call(delta, *inputs), None),
         linear_scan=lambda *inputs, **options: (call(linear, *inputs), None),
         attend=lambda *inputs, **options: call(softmax, *inputs),
+        # Its chunk of logits is inside, and counted by `_logits`.
+        cross_entropy=lambda *inputs, cap: triton_cross_entropy(*inputs, cap, 1),
     )

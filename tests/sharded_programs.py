@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import hymo.optim.normuon
 from hymo import tree
-from hymo.backend import EAGER, attend
+from hymo.backend import EAGER
 from hymo.batch import Batch, make_batch
 from hymo.config import HyMoConfig
 from hymo.distributed import ALONE, SHARDS, Ranks, joined
@@ -69,7 +69,7 @@ def train_on(
     poison = torch.zeros(())
 
     def poisoned(*args: Any, **options: Any) -> Tensor:
-        return attend(*args, **options) + poison
+        return EAGER.attend(*args, **options) + poison
 
     backend = sharded_backend(EAGER if spoiled is None else EAGER._replace(attend=poisoned), torch.float32, ranks)
     pure = partial(train_step, cfg=cfg, spec=spec, optimizer=optimizer, backend=backend, ranks=ranks)

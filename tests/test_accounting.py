@@ -263,6 +263,21 @@ def test_half_precision_copies_what_the_layers_multiply_with() -> None:
     assert memory.activations < step_memory(one_layer()).activations
 
 
+def test_a_loss_by_kernels_has_one_chunk_of_logits_and_the_gradients_of_its_table() -> None:
+    low = {"precision": "bfloat16", "compile": "inductor"}
+    config = one_layer(training={**low, "backend": "triton"})
+    deeper = derive_config(config, model={"mtp_depth": 2, "mtp_loss_weights": [0.1] * 2})
+    deepest = derive_config(config, model={"mtp_depth": 3, "mtp_loss_weights": [0.1] * 3})
+    model, training = config.model, config.training
+    tokens = training.micro_batch_size * training.max_seq_len
+
+    memory, more, most = (step_memory(each) for each in (config, deeper, deepest))
+
+    assert memory.logits == more.logits == 2 * tokens * model.vocab_size
+    # A head keeps its table's gradient in fp32, and that of its hidden states.
+    assert most.activations - more.activations >= (4 * model.vocab_size + 2 * tokens) * model.dim
+
+
 def test_the_table_of_v1_says_what_a_person_asks() -> None:
     text = describe(load_config(CONFIGS / "hymo_750m.yaml"), 4)
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hymo import tree
-from hymo.backend import EAGER, attend
+from hymo.backend import EAGER
 from hymo.batch import Batch, document_position, make_batch
 from hymo.config import ModelConfig
 from hymo.config_yaml import load_config
@@ -288,7 +288,7 @@ def test_attention_may_be_any_implementation_of_the_record() -> None:
 
     def counting(*args: Any, **how: Any) -> Tensor:
         calls.append(how["scale"])
-        return attend(*args, **how)
+        return EAGER.attend(*args, **how)
 
     params = initialize(model_spec(CFG), 0)
     tokens = windows(0, 1, 20)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from hymo import tree
-from hymo.backend import EAGER, Backend, attend, with_compute_dtype
+from hymo.backend import EAGER, Backend, with_compute_dtype
 from hymo.batch import IGNORED, Batch, make_batch
 from hymo.config import HyMoConfig, derive_config
 from hymo.jit import jit
@@ -73,8 +73,8 @@ POISONS: dict[str, Poison] = {
 def poisoned(poison: Poison) -> Backend:
     """Attention that spoils micro-batches in which a document fills a whole row, and no others."""
 
-    def spoiled(q: Tensor, k: Tensor, v: Tensor, *, position: Tensor, slot: Tensor, scale: float) -> Tensor:
-        out = attend(q, k, v, position=position, slot=slot, scale=scale)
+    def spoiled(q: Tensor, k: Tensor, v: Tensor, *, position: Tensor, scale: float) -> Tensor:
+        out = EAGER.attend(q, k, v, position=position, scale=scale)
         return poison(out, position.max() == position.shape[-1] - 1)
 
     return EAGER._replace(attend=spoiled)

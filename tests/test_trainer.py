@@ -8,7 +8,7 @@ import torch
 from tiny_run import open_trainer, prepare, run_config
 
 from hymo import tree
-from hymo.backend import AUTO, EAGER, TRITON, Backend, choose_backend, keep
+from hymo.backend import AUTO, EAGER_ON_GPU, TRITON, Backend, choose_backend, keep
 from hymo.batch import Batch
 from hymo.checkpoint import find_latest
 from hymo.config import TrainingConfig
@@ -341,11 +341,10 @@ def test_a_gpu_takes_kernels_unless_told_otherwise() -> None:
     def chosen(**keys: Any) -> Backend:
         return choose_backend(TrainingConfig(**{"precision": "bfloat16", **keys}), "cuda")._replace(gather=keep)
 
-    assert chosen() == AUTO
+    assert chosen() == chosen(precision="float32") == AUTO
     assert chosen(backend="triton") == TRITON
-    plain = EAGER._replace(logit_budget=AUTO.logit_budget)
-    assert chosen(backend="eager") == chosen(precision="float32") == plain
-    with pytest.raises(ValueError, match=r"its scan computes in 16 bits, training\.precision is float32"):
+    assert chosen(backend="eager") == chosen(backend="eager", precision="float32") == EAGER_ON_GPU
+    with pytest.raises(ValueError, match=r"triton has no attention in training\.precision float32"):
         chosen(backend="triton", precision="float32")
 
 

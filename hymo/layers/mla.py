@@ -12,6 +12,7 @@ from hymo.config import ModelConfig
 from hymo.layers.norm import rms_norm
 from hymo.layers.rope import rotate
 from hymo.params import constant, declare, matrix, vector
+from hymo_kernels import naive_document_attention
 
 
 class MlaParams(NamedTuple):
@@ -96,8 +97,7 @@ def mla(
     if state is None:
         k_nope, v = (rearrange(latent @ up, "b t (g k) -> b t g k", g=cfg.n_kv_groups) for up in (p.k_up, p.v_up))
         k = torch.cat([k_nope, repeat(k_rope, "b t p -> b t g p", g=cfg.n_kv_groups)], dim=-1)
-        slot = torch.zeros((), dtype=torch.int64, device=x.device)
-        o = backend.attend(torch.cat([q_nope, q_rope], dim=-1), k, v, position=position, slot=slot, scale=scale)
+        o = backend.attend(torch.cat([q_nope, q_rope], dim=-1), k, v, position=position, scale=scale)
         return rearrange(o, "b t h v -> b t (h v)") @ p.out, None
 
     state, slot = _remember(state, latent, k_rope), state.length
@@ -109,7 +109,7 @@ def mla(
     q = torch.cat([rearrange(q_latent, "b t g i r -> b t (g i) r"), q_rope], dim=-1)
     cached = state.latent.to(latent.dtype)[:, :, None]
     k = torch.cat([cached, state.k_rope.to(k_rope.dtype)[:, :, None]], dim=-1)
-    o = backend.attend(q, k, cached, position=position, slot=slot, scale=scale)
+    o = naive_document_attention(q, k, cached, position=position, slot=slot, scale=scale)
     o = einsum(rearrange(o, "b t (g i) r -> b t g i r", g=cfg.n_kv_groups), v_up, "b t g i r, g r v -> b t g i v")
     return rearrange(o, "b t g i v -> b t (g i v)") @ p.out, state
 

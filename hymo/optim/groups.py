@@ -12,9 +12,13 @@ from hymo.distributed import ALONE, Ranks
 from hymo.optim.adamw import add_weight_decay, scale_by_adam
 from hymo.optim.normuon import scale_by_normuon
 from hymo.optim.schedule import LearningRateState, Schedule, scale_by_learning_rate, wsd
+from hymo.optim.stacks import stacked
 from hymo.optim.transform import GradientTransform, Group, Step, by_group, chain, owners, pick
 from hymo.optim.whole_matrices import spread
 from hymo.params import Role, is_spec
+
+SMALL = 2**16
+"""Elements of a leaf that AdamW moves together with others of its shape: vectors and gates, not experts."""
 
 OPTIMISERS = {"normuon": "NorMuon", "adamw": "AdamW", "adamw_embed": "AdamW"}
 
@@ -59,7 +63,7 @@ def build_optimizer(
     adam = scale_by_adam(*cfg.adamw_betas, eps=cfg.adamw_eps)
     transforms = {
         "normuon": moved_by(normuon, rate=cfg.muon_lr, decay=cfg.muon_weight_decay),
-        "adamw": moved_by(adam, rate=cfg.adamw_lr, decay=cfg.adamw_weight_decay),
+        "adamw": stacked(moved_by(adam, rate=cfg.adamw_lr, decay=cfg.adamw_weight_decay), largest=SMALL),
         "adamw_embed": moved_by(adam, rate=cfg.adamw_lr, decay=cfg.adamw_embed_weight_decay),
     }
     return by_group(spec, {name: Group(taken, transforms[name]) for name, taken in roles.items()})

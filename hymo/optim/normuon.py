@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hymo import tree
+from hymo.optim.stacks import stack, unstack
 from hymo.optim.transform import GradientTransform, Step, accumulators
 from hymo.params import is_spec
 
@@ -156,6 +157,6 @@ def by_shape(f: Direction, first: Sequence[Tensor], second: Sequence[Tensor]) ->
         members.setdefault(x.shape, []).append(index)
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for indices in members.values():
-        left, right = f(torch.stack([first[i] for i in indices]), torch.stack([second[i] for i in indices]))
-        done |= zip(indices, zip(left.unbind(), right.unbind(), strict=True), strict=True)
+        left, right = f(stack([first[i] for i in indices]), stack([second[i] for i in indices]))
+        done |= zip(indices, zip(unstack(left), unstack(right), strict=True), strict=True)
     return [done[i][0] for i in range(len(first))], [done[i][1] for i in range(len(first))]

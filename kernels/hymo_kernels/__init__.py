@@ -1,6 +1,8 @@
 """hymo's kernels: operations on sequences that a model is made of, each beside its definition."""
 
 from hymo_kernels.host.causal_conv1d import causal_conv1d
+from hymo_kernels.host.cross_entropy import linear_cross_entropy
+from hymo_kernels.host.document_attention import document_attention, naive_document_attention
 from hymo_kernels.host.gated_delta_rule import (
     chunk_gated_delta_rule,
     fused_recurrent_gated_delta_rule,
@@ -13,9 +15,12 @@ from hymo_kernels.host.gated_linear_scan import gated_linear_scan, naive_gated_l
 __all__ = [
     "causal_conv1d",
     "chunk_gated_delta_rule",
+    "document_attention",
     "fused_recurrent_gated_delta_rule",
     "gated_delta_rule",
     "gated_linear_scan",
+    "linear_cross_entropy",
+    "naive_document_attention",
     "naive_gated_delta_rule",
     "naive_gated_linear_scan",
     "naive_recurrent_gated_delta_rule",

@@ -34,6 +34,7 @@ def define(
     fake: Callable[..., Any],
     cpu: Callable[..., Any] | None = None,
     cuda: Callable[..., Any] | None = None,
+    vmap: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """A raw op, `torch.ops.hymo.<name>`: opaque to autograd and to every compiler.
 
@@ -41,8 +42,8 @@ def define(
         schema: as in `torch.library.define`, without a namespace: `"scale(Tensor x, float s) -> Tensor"`.
         fake: the outputs' shapes, dtypes and devices, as empty tensors.
         cpu, cuda: the implementations; a device without one raises torch's own error.
-
-    Under `vmap` the op runs once a sample; `differentiable` folds the mapped axis into the batch instead.
+        vmap: the rule of `torch.library.register_vmap`; by default the op runs once a sample. `differentiable` does
+            without one: it folds the mapped axis into the batch.
     """
     name = schema.split("(")[0]
     LIBRARY.define(schema)  # type: ignore[no-untyped-call]
@@ -56,7 +57,7 @@ def define(
     def batched(info: Any, dims: Any, *arguments: Any) -> Any:
         return _one_by_one(op, info, dims, arguments)
 
-    torch.library.register_vmap(f"hymo::{name}", batched, lib=LIBRARY)
+    torch.library.register_vmap(f"hymo::{name}", vmap or batched, lib=LIBRARY)
     return op
 
 

@@ -6,8 +6,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-# Bytes of one block: A100, H100 and H200.
-SHARED_MEMORY = {80: 166_912, 90: 232_448}
+# Bytes of one block: A100, consumer cards, H100 and H200.
+SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -92,7 +92,9 @@ def _specialized(kernel: Any, arguments: dict[str, Any]) -> Iterator[tuple[int, 
         elif isinstance(value, torch.Tensor):
             kind = POINTERS[value.dtype]
         elif hasattr(value, "block_shape"):
-            kind = f"tensordesc<{POINTERS[value.base.dtype][1:]}{value.block_shape},{value.layout!r}>"
+            # Gluon says how a tile lies in shared memory, Triton finds it out.
+            layout = f",{value.layout!r}" if hasattr(value, "layout") else ""
+            kind = f"tensordesc<{POINTERS[value.base.dtype][1:]}{list(value.block_shape)}{layout}>"
         elif isinstance(value, float):
             kind = "fp32"
         else:

@@ -5,15 +5,17 @@ import torch
 from torch import Tensor
 
 from hymo_kernels.host import narrow_gated_delta_rule as narrow
+from hymo_kernels.host import triton_attention as attention
 from hymo_kernels.host import triton_causal_conv1d as convolution
+from hymo_kernels.host import triton_cross_entropy as cross_entropy
 from hymo_kernels.host import triton_gated_delta_rule as scan
 from hymo_kernels.host import triton_gated_linear_scan as linear
 from hymo_kernels.host import triton_recurrent_delta_rule as recurrent
-from hymo_kernels.host.gated_delta_call import Options
-from tests.kernels.compiled import SHARED_MEMORY, Launch, assert_compiles, launches_of
+from hymo_kernels.host.gated_delta_call import Options, Precision
+from tests.kernels.compiled import Launch, assert_compiles, launches_of
 
 pytestmark = pytest.mark.heavy
-cards = pytest.mark.parametrize("capability", list(SHARED_MEMORY))
+cards = pytest.mark.parametrize("capability", [80, 90])
 
 
 @pytest.fixture(autouse=True)
@@ -21,19 +23,29 @@ def _needs_triton() -> None:
     pytest.importorskip("triton", reason="Triton is an extra")
 
 
-@cards
-@pytest.mark.parametrize("width", list(scan.PLANS))
-def test_every_entry_of_the_scan_compiles(width: int, capability: int) -> None:
-    q = torch.zeros(1, 4096, 2, width, dtype=torch.bfloat16)
+@pytest.mark.parametrize(
+    ("dtype", "width", "precision", "capability"),
+    [
+        *((torch.bfloat16, width, "tf32x3", card) for width in scan.PLANS for card in (80, 86, 90)),
+        *((torch.float32, width, "tf32x3", card) for width in scan.FP32_PLANS for card in (80, 86, 90)),
+        *((torch.float32, width, "ieee", 90) for width in scan.FP32_PLANS),
+    ],
+    ids=str,
+)
+def test_every_entry_of_the_scan_compiles(
+    dtype: torch.dtype, width: int, precision: Precision, capability: int
+) -> None:
+    q = torch.zeros(1, 4096, 2, width, dtype=dtype)
     g = torch.zeros(1, 4096, 2)
-    static = Options(width**-0.5, True, False, False, 1.0, False)
+    static = Options(width**-0.5, True, False, False, 1.0, False, precision)
 
     def call() -> None:
         o, _, *made = scan.forward(q, q, q, g, g, None, None, None, None, *static)
         scan.backward(q, q, q, None, None, *made, o, None, False, *static)
 
     launches = launches_of(call, scan)
-    names = ["prepare_kernel", "forward_kernel", "forward_kernel", "chain_kernel", "chunk_kernel"]
+    chunk = "wide_chunk_kernel" if dtype == torch.float32 or width > 128 else "chunk_kernel"
+    names = ["prepare_kernel", "forward_kernel", "forward_kernel", "chain_kernel", chunk]
     assert [launch.kernel.__name__ for launch in launches] == names
     assert_compiles(launches, capability)
 
@@ -159,4 +171,58 @@ def test_every_entry_of_the_linear_scan_compiles(
     names = ["carry_kernel", "pairs_kernel", "read_kernel"]
     again = ["carry_kernel", "read_kernel", "carry_kernel", "pairs_backward_kernel"]
     assert [launch.kernel.__name__ for launch in launches] == names + again
+    assert_compiles(launches, capability)
+
+
+@cards
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("vocabulary", [64_256, 50_257])
+def test_every_form_of_the_cross_entropy_compiles(
+    vocabulary: int, dtype: torch.dtype, capability: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The CPU has no product of 16-bit matrices with an fp32 result.
+    monkeypatch.setattr(cross_entropy, "_accumulate", lambda *operands, begin: None)
+    hidden, table = torch.zeros(2, 8, dtype=dtype), torch.zeros(vocabulary, 8, dtype=dtype)
+    labels, weight = torch.zeros(2, dtype=torch.int64), torch.ones(2)
+
+    def call() -> None:
+        for gradient in (True, False):
+            cross_entropy.forward(hidden, table, labels, weight, 15.0, 2, gradient)
+
+    launches = launches_of(call)
+    assert [launch.kernel.__name__ for launch in launches] == ["cross_entropy_kernel"] * 2
+    assert_compiles(launches, capability)
+
+
+@cards
+@pytest.mark.parametrize(
+    ("widths", "heads", "dtype"),
+    [
+        ((64, 64), (4, 4), torch.float16),
+        ((128, 128), (16, 4), torch.bfloat16),
+        ((96, 128), (6, 2), torch.bfloat16),
+        ((256, 256), (4, 2), torch.float16),
+    ],
+    ids=str,
+)
+def test_every_entry_of_attention_compiles(
+    widths: tuple[int, int],
+    heads: tuple[int, int],
+    dtype: torch.dtype,
+    capability: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attention, "_has_copy_engine", lambda device: capability >= 90)
+    q, k, v = (
+        torch.zeros(2, 100, *size, dtype=dtype) for size in ((heads[0], widths[0]), *((heads[1], w) for w in widths))
+    )
+    position = torch.arange(100).expand(2, -1)
+
+    def call() -> None:
+        o, lse = attention.forward(q, k, v, position, 0.1)
+        attention.backward(q, k, v, position, o, lse, o, 0.1)
+
+    launches = launches_of(call)
+    names = ["forward_kernel", "query_backward_kernel", "key_backward_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == names
     assert_compiles(launches, capability)

@@ -1,5 +1,9 @@
 """Canaries: a primitive whose backward is deliberately three times the gradient must say so in every mode of torch."""
 
+import importlib
+import inspect
+import pkgutil
+import typing
 from collections.abc import Callable
 from typing import Any
 
@@ -8,9 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+import hymo_kernels.host
 from hymo_kernels.primitive import define, differentiable
 
 BACKENDS = ("eager", "aot_eager", "inductor")
+BACKWARD = ["needs", "arguments", "outputs", "grads"]
 ran: list[tuple[bool, ...]] = []
 
 
@@ -188,3 +194,19 @@ def test_an_output_without_elements_keeps_its_batch_under_vmap():
     doubled, nothing = torch.func.vmap(empty)(torch.ones(3, 2, 4))
     assert torch.equal(doubled, torch.full((3, 2, 4), 2.0))
     assert nothing.shape == (3, 2, 0)
+
+
+def test_every_backward_is_typed_for_the_none_it_is_given():
+    """What is not saved and what nobody used arrive as None; type checks look at an element at random."""
+    backwards = [
+        function
+        for info in pkgutil.iter_modules(hymo_kernels.host.__path__, "hymo_kernels.host.")
+        for function in vars(importlib.import_module(info.name)).values()
+        if inspect.isfunction(function) and list(inspect.signature(function).parameters) == BACKWARD
+    ]
+    assert len(backwards) >= 5
+    for function in backwards:
+        hints = typing.get_type_hints(function)
+        for name in ("outputs", "grads"):
+            element = typing.get_args(hints[name])[0] if hints[name] is not Any else Any
+            assert element is Any or type(None) in typing.get_args(element), (function, name, hints[name])

@@ -1,24 +1,34 @@
 """The Triton scan: interpreted on the CPU, compiled for a GPU that is not there, and run where there is one."""
 
+import inspect
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from hymo_kernels import chunk_gated_delta_rule, naive_gated_delta_rule
-from hymo_kernels.host.triton_gated_delta_rule import PLANS
+from hymo_kernels import chunk_gated_delta_rule, gated_delta_rule, naive_gated_delta_rule
+from hymo_kernels.host.gated_delta_call import Precision
+from hymo_kernels.host.triton_gated_delta_rule import FP32_PLANS, PLANS
 from tests.kernels.triton_cases import Case, worst_heads
 
 ROOT = Path(__file__).parents[2]
 
 # Three times what a correct bf16 kernel errs for mild gates, random keys and beta below 1.5.
 BUDGET = {"dg": 2e-2, "dbeta": 1.5e-2}
+# Of fp32 numbers, by how products are formed.
+FP32_BUDGET: dict[Precision, float] = {"tf32x3": 3e-6, "ieee": 1.5e-6}
 WIDTHS = [(16, 16), (32, 32), (64, 64), (96, 128), (128, 128), (128, 64)]
+WIDER = [(96, 192), (128, 256), (160, 64), (192, 192), (256, 256)]
+ENTRIES = [Case(2, 500, 2, 2, k, v, resets=(166, 253)) for k, v in WIDTHS + WIDER]
 GPU_CASES = [
-    *(Case(2, 500, 2, 2, k, v, resets=(166, 253)) for k, v in WIDTHS),
+    *ENTRIES,
+    Case(1, 700, 1, 3, 192, 96, bounds=(0, 64, 64, 193, 650)),
+    Case(2, 300, 2, 4, 256, 64, in_kernel=True, resets=(70,)),
+    Case(1, 64 * 40, 1, 1, 192, 192, gate=-0.5, state=False),
     Case(1, 700, 2, 6, 128, 128, bounds=(0, 64, 64, 193, 650)),
     Case(1, 1000, 1, 2, 32, 32, bounds=(0, 1, 3, 500, 500, 990)),
     Case(2, 300, 2, 4, 64, 64, in_kernel=True, resets=(70,)),
@@ -45,19 +55,40 @@ def test_asking_for_kernels_that_are_not_there_is_an_error() -> None:
         chunk_gated_delta_rule(q, q, q, None, torch.rand(1, 4, 1), backend="triton")
 
 
+def test_an_unknown_precision_is_an_error() -> None:
+    q = torch.randn(1, 4, 1, 16)
+    with pytest.raises(ValueError, match=r"precision must be 'tf32x3' or 'ieee'; got 'tf32'"):
+        inspect.unwrap(gated_delta_rule)(q, q, q, None, torch.rand(1, 4, 1), precision="tf32")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_kernels_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
-    assert set(PLANS) == {64, 128}
+    assert set(PLANS) == {64, 128, 256}
     errors = worst_heads(case, "cuda", dtype)
     wrong = {name: error for name, error in errors.items() if not error < BUDGET.get(name, 1e-2)}
     assert not wrong, errors
 
 
 @pytest.mark.gpu
-def test_kernels_are_bitwise_repeatable() -> None:
-    x = [torch.randn(1, 4096, 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+@pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
+@pytest.mark.parametrize("case", [*ENTRIES, *GPU_CASES[-10:]], ids=str)
+def test_fp32_kernels_equal_the_definition(case: Case, precision: Precision) -> None:
+    assert set(FP32_PLANS) == {32, 64, 128, 256}
+    errors = worst_heads(replace(case, precision=precision), "cuda", torch.float32)
+    wrong = {name: error for name, error in errors.items() if not error < FP32_BUDGET[precision]}
+    assert not wrong, errors
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    [(32, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (64, torch.float32)],
+    ids=str,
+)
+def test_kernels_are_bitwise_repeatable(width: int, dtype: torch.dtype) -> None:
+    x = [torch.randn(1, 4096, 4, width, device="cuda", dtype=dtype) for _ in range(3)]
     g, beta = -torch.rand(1, 4096, 4, device="cuda"), torch.rand(1, 4096, 4, device="cuda")
 
     def gradient() -> tuple[torch.Tensor, ...]:

@@ -105,7 +105,7 @@ def in_nan(x: Tensor, *, before: int) -> Tensor:
     return view.copy_(x)
 
 
-@pytest.mark.parametrize("widths", [(16, 16), (48, 40), (64, 64), (128, 128), (96, 128)], ids=str)
+@pytest.mark.parametrize("widths", [(16, 16), (48, 40), (64, 64), (128, 128), (96, 128), (192, 160)], ids=str)
 @pytest.mark.parametrize("time", [1, 64, 130])
 def test_what_surrounds_the_inputs_is_not_read(widths: tuple[int, int], time: int) -> None:
     clean = draw(2, time, 2, *widths)

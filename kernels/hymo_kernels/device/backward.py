@@ -12,7 +12,17 @@ to 3.7.0 miscompiles the transpose of a dot's result as an operand of a dot on H
 import triton
 import triton.language as tl
 
-from hymo_kernels.device.forward import chunks_to_forget, gates, store_tile, tile_of, vector_of, wide
+from hymo_kernels.device.forward import (
+    chunks_to_forget,
+    gates,
+    load_state,
+    no_state,
+    store_state,
+    store_tile,
+    tile_of,
+    vector_of,
+    wide,
+)
 from hymo_kernels.device.places import place_of_slot, sequence
 
 
@@ -71,6 +81,7 @@ def chain_kernel(
     STAGES: tl.constexpr,
 ):
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    lean: tl.constexpr = (K > BLOCK_K) or (k.dtype.element_ty == tl.float32)
     program = tl.program_id(0).to(tl.int64)
     tile = (program % tiles).to(tl.int32)
     hv = program // tiles % HV
@@ -85,9 +96,7 @@ def chain_kernel(
         row = (batch * HV + hv) * T + first
         unit_row = (batch * H + head) * T + first
         place = (batch * HV + hv) * slots + slot
-        features = tl.arange(0, BLOCK_K)
         columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        in_state = (features < K)[:, None] & (columns < V)[None, :]
         q += batch * stride_qb + first * stride_qt + head * stride_qh
         k += batch * stride_kb + first * stride_kt + head * stride_kh
         do += batch * stride_ob + first * stride_ot + hv * stride_oh
@@ -102,18 +111,12 @@ def chain_kernel(
         d_states += place * K * V
 
         late = chunks_to_forget(forget + place, end, threshold, BACK=False, chunks=chunks)
-        dS = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+        dS = no_state(K, BLOCK_K, BLOCK_V)
         if HAS_END:
             if end + late == chunks:
-                at = (
-                    d_end
-                    + n * stride_sn
-                    + hv * stride_sh
-                    + features[:, None] * stride_sk
-                    + columns[None, :] * stride_sv
-                )
-                dS = tl.load(at, mask=in_state, other=0.0).to(tl.float32)
-        for step in tl.range(0, late, num_stages=STAGES):
+                at = d_end + n * stride_sn + hv * stride_sh
+                dS = load_state(at, stride_sk, stride_sv, columns, K, V, BLOCK_K)
+        for step in tl.range(0, late, num_stages=STAGES, disable_licm=lean):
             dS, _ = _retreat(
                 dS,
                 end + late - 1 - step,
@@ -132,7 +135,6 @@ def chain_kernel(
                 stride_kt,
                 stride_ot,
                 length,
-                features,
                 columns,
                 K,
                 V,
@@ -141,10 +143,9 @@ def chain_kernel(
                 C,
                 PRECISION,
             )
-        for step in tl.range(0, end - begin, num_stages=STAGES):
+        for step in tl.range(0, end - begin, num_stages=STAGES, disable_licm=lean):
             chunk = end - 1 - step
-            at = d_states + wide(chunk) * K * V + features[:, None] * V + columns[None, :]
-            tl.store(at, dS.to(d_states.dtype.element_ty), mask=in_state)
+            store_state(d_states + wide(chunk) * K * V, dS, columns, K, V, BLOCK_K)
             dS, d_write = _retreat(
                 dS,
                 chunk,
@@ -163,7 +164,6 @@ def chain_kernel(
                 stride_kt,
                 stride_ot,
                 length,
-                features,
                 columns,
                 K,
                 V,
@@ -175,8 +175,7 @@ def chain_kernel(
             store_tile(dR, stride_rt, chunk, length, columns, d_write, C, V, BLOCK_V)
         if KEEP_START:
             if begin == 0:
-                at = d_start + (n * HV + hv) * K * V + features[:, None] * V + columns[None, :]
-                tl.store(at, dS, mask=in_state)
+                store_state(d_start + (n * HV + hv) * K * V, dS, columns, K, V, BLOCK_K)
 
 
 @triton.jit
@@ -198,7 +197,6 @@ def _retreat(
     stride_kt,
     stride_ot,
     length,
-    features,
     columns,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -208,22 +206,31 @@ def _retreat(
     PRECISION: tl.constexpr,
 ):
     """Gradient of the state before one chunk from that after it, and dR."""
-    qt = tile_of(q, stride_qt, chunk, length, features, C, K, BLOCK_K)
-    kt = tile_of(k, stride_kt, chunk, length, features, C, K, BLOCK_K)
+    pieces: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    queries = ()
+    keys = ()
+    for piece in tl.static_range(pieces):
+        features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
+        queries = queries + (tile_of(q, stride_qt, chunk, length, features, C, K, BLOCK_K),)
+        keys = keys + (tile_of(k, stride_kt, chunk, length, features, C, K, BLOCK_K),)
     dot = tile_of(do, stride_ot, chunk, length, columns, C, V, BLOCK_V)
     A = tile_of(inverse, C, chunk, length, tl.arange(0, C), C, C, C)
     P = tile_of(attention, C, chunk, length, tl.arange(0, C), C, C, C)
     beta, gamma, w, gamma_all = gates(total, segment, strength, chunk, length, C)
     qu = scale * vector_of(q_unit, chunk, length, C)
     ku = vector_of(k_unit, chunk, length, C)
-    d_write = (w * ku)[:, None] * tl.dot(kt, dS.to(kt.dtype), input_precision=PRECISION)
-    d_write = tl.dot(tl.trans(P), dot, d_write, input_precision=PRECISION)
-    dR = tl.dot(tl.trans(A), d_write.to(kt.dtype), input_precision=PRECISION)
-    read = ((gamma * qu)[:, None] * dot.to(tl.float32)).to(kt.dtype)
-    erased = ((-beta * gamma * ku)[:, None] * dR).to(kt.dtype)
-    dS = tl.dot(tl.trans(qt), read, gamma_all * dS, input_precision=PRECISION)
-    dS = tl.dot(tl.trans(kt), erased, dS, input_precision=PRECISION)
-    return dS, dR
+    kdS = tl.zeros([C, BLOCK_V], tl.float32)
+    for piece in tl.static_range(pieces):
+        kdS = tl.dot(keys[piece], dS[piece].to(dot.dtype), kdS, input_precision=PRECISION)
+    d_write = tl.dot(tl.trans(P), dot, (w * ku)[:, None] * kdS, input_precision=PRECISION)
+    dR = tl.dot(tl.trans(A), d_write.to(dot.dtype), input_precision=PRECISION)
+    read = ((gamma * qu)[:, None] * dot.to(tl.float32)).to(dot.dtype)
+    erased = ((-beta * gamma * ku)[:, None] * dR).to(dot.dtype)
+    before = ()
+    for piece in tl.static_range(pieces):
+        part = tl.dot(tl.trans(queries[piece]), read, gamma_all * dS[piece], input_precision=PRECISION)
+        before = before + (tl.dot(tl.trans(keys[piece]), erased, part, input_precision=PRECISION),)
+    return before, dR
 
 
 @triton.jit(do_not_specialize=["T", "slots", "sequences"])

@@ -70,6 +70,8 @@ def forward_kernel(
     STAGES: tl.constexpr,
 ):
     tiles: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
+    # Moved out of the loop, the addresses of many wide tiles would fill the registers.
+    lean: tl.constexpr = (K > BLOCK_K) or (k.dtype.element_ty == tl.float32)
     program = tl.program_id(0).to(tl.int64)
     tile = (program % tiles).to(tl.int32)
     hv = program // tiles % HV
@@ -85,9 +87,7 @@ def forward_kernel(
         row = (batch * HV + hv) * T + first
         unit_row = (batch * H + head) * T + first
         place = (batch * HV + hv) * slots + slot
-        features = tl.arange(0, BLOCK_K)
         columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
-        in_state = (features < K)[:, None] & (columns < V)[None, :]
         q += batch * stride_qb + first * stride_qt + head * stride_qh
         k += batch * stride_kb + first * stride_kt + head * stride_kh
         v += batch * stride_vb + first * stride_vt + hv * stride_vh
@@ -102,12 +102,12 @@ def forward_kernel(
         states += place * K * V
 
         early = chunks_to_forget(forget + place, begin, threshold, BACK=True)
-        S = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+        S = no_state(K, BLOCK_K, BLOCK_V)
         if HAS_START:
             if begin == early:
-                at = n * stride_sn + hv * stride_sh + features[:, None] * stride_sk + columns[None, :] * stride_sv
-                S = tl.load(start_state + at, mask=in_state, other=0.0).to(tl.float32)
-        for chunk in tl.range(begin - early, begin, num_stages=STAGES):
+                at = start_state + n * stride_sn + hv * stride_sh
+                S = load_state(at, stride_sk, stride_sv, columns, K, V, BLOCK_K)
+        for chunk in tl.range(begin - early, begin, num_stages=STAGES, disable_licm=lean):
             S, _ = _advance(
                 S,
                 chunk,
@@ -126,7 +126,6 @@ def forward_kernel(
                 stride_kt,
                 stride_vt,
                 length,
-                features,
                 columns,
                 K,
                 V,
@@ -136,10 +135,9 @@ def forward_kernel(
                 False,
                 PRECISION,
             )
-        for chunk in tl.range(begin, end, num_stages=STAGES):
+        for chunk in tl.range(begin, end, num_stages=STAGES, disable_licm=lean):
             if KEEP_STATES:
-                at = states + wide(chunk) * K * V + features[:, None] * V + columns[None, :]
-                tl.store(at, S.to(states.dtype.element_ty), mask=in_state)
+                store_state(states + wide(chunk) * K * V, S, columns, K, V, BLOCK_K)
             S, read = _advance(
                 S,
                 chunk,
@@ -158,7 +156,6 @@ def forward_kernel(
                 stride_kt,
                 stride_vt,
                 length,
-                features,
                 columns,
                 K,
                 V,
@@ -172,8 +169,7 @@ def forward_kernel(
                 store_tile(o, stride_ot, chunk, length, columns, read, C, V, BLOCK_V)
         if KEEP_END:
             if last:
-                at = end_state + (n * HV + hv) * K * V + features[:, None] * V + columns[None, :]
-                tl.store(at, S, mask=in_state)
+                store_state(end_state + (n * HV + hv) * K * V, S, columns, K, V, BLOCK_K)
 
 
 @triton.jit
@@ -201,6 +197,36 @@ def chunks_to_forget(forget, edge, threshold, BACK: tl.constexpr, chunks=0):
 def wide(x):
     """x in 64 bits: offsets beyond 2^31 elements are ordinary."""
     return x + tl.full((), 0, tl.int64)
+
+
+@triton.jit
+def no_state(K: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr):
+    """Zero, in pieces of BLOCK_K key features: a product takes both its operands into registers whole."""
+    S = ()
+    for _ in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        S = S + (tl.zeros([BLOCK_K, BLOCK_V], tl.float32),)
+    return S
+
+
+@triton.jit
+def load_state(state, stride_k, stride_v, columns, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Some columns of a state, in pieces."""
+    S = ()
+    for piece in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = (features < K)[:, None] & (columns < V)[None, :]
+        at = state + features[:, None] * stride_k + columns[None, :] * stride_v
+        S = S + (tl.load(at, mask=mask, other=0.0).to(tl.float32),)
+    return S
+
+
+@triton.jit
+def store_state(state, S, columns, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Writes a state's columns, row by row of V."""
+    for piece in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
+        mask = (features < K)[:, None] & (columns < V)[None, :]
+        tl.store(state + features[:, None] * V + columns[None, :], S[piece].to(state.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -276,7 +302,6 @@ def _advance(
     stride_kt,
     stride_vt,
     length,
-    features,
     columns,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -287,21 +312,33 @@ def _advance(
     PRECISION: tl.constexpr,
 ):
     """The state after one chunk and, if asked for, the chunk's read-outs."""
-    kt = tile_of(k, stride_kt, chunk, length, features, C, K, BLOCK_K)
+    pieces: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    keys = ()
+    for piece in tl.static_range(pieces):
+        features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
+        keys = keys + (tile_of(k, stride_kt, chunk, length, features, C, K, BLOCK_K),)
     vt = tile_of(v, stride_vt, chunk, length, columns, C, V, BLOCK_V)
     A = tile_of(inverse, C, chunk, length, tl.arange(0, C), C, C, C)
     beta, gamma, w, gamma_all = gates(total, segment, strength, chunk, length, C)
     ku = vector_of(k_unit, chunk, length, C)
-    S_low = S.to(kt.dtype)
-    R = beta[:, None] * (vt.to(tl.float32) - (gamma * ku)[:, None] * tl.dot(kt, S_low, input_precision=PRECISION))
-    write = tl.dot(A, R.to(kt.dtype), input_precision=PRECISION)
+    kS = tl.zeros([C, BLOCK_V], tl.float32)
+    qS = tl.zeros([C, BLOCK_V], tl.float32)
+    for piece in tl.static_range(pieces):
+        S_low = S[piece].to(vt.dtype)
+        kS = tl.dot(keys[piece], S_low, kS, input_precision=PRECISION)
+        if READ_OUT:
+            features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
+            qt = tile_of(q, stride_qt, chunk, length, features, C, K, BLOCK_K)
+            qS = tl.dot(qt, S_low, qS, input_precision=PRECISION)
+    R = beta[:, None] * (vt.to(tl.float32) - (gamma * ku)[:, None] * kS)
+    write = tl.dot(A, R.to(vt.dtype), input_precision=PRECISION)
     read = write
     if READ_OUT:
         P = tile_of(attention, C, chunk, length, tl.arange(0, C), C, C, C)
-        qt = tile_of(q, stride_qt, chunk, length, features, C, K, BLOCK_K)
         qu = scale * vector_of(q_unit, chunk, length, C)
-        read = (qu * gamma)[:, None] * tl.dot(qt, S_low, input_precision=PRECISION)
-        read = tl.dot(P, write.to(kt.dtype), read, input_precision=PRECISION)
-    weighted = ((w * ku)[:, None] * write).to(kt.dtype)
-    S = tl.dot(tl.trans(kt), weighted, gamma_all * S, input_precision=PRECISION)
-    return S, read
+        read = tl.dot(P, write.to(vt.dtype), (qu * gamma)[:, None] * qS, input_precision=PRECISION)
+    weighted = ((w * ku)[:, None] * write).to(vt.dtype)
+    after = ()
+    for piece in tl.static_range(pieces):
+        after = after + (tl.dot(tl.trans(keys[piece]), weighted, gamma_all * S[piece], input_precision=PRECISION),)
+    return after, read

@@ -60,19 +60,28 @@ def prepare_kernel(
         begin = first + chunk * C  # in the rows of the sequence's batch
         left = length - chunk * C
         unit_row = (batch * H + head) * T + begin
-        features = tl.arange(0, BLOCK_K)
         q_rows = q + batch * stride_qb + begin * stride_qt + head * stride_qh
         k_rows = k + batch * stride_kb + begin * stride_kt + head * stride_kh
 
         i = tl.arange(0, C)
         inside = i < left
-        mask = inside[:, None] & (features < K)[None, :]
-        kt = tl.load(k_rows + (i[:, None] * stride_kt + features[None, :]), mask=mask, other=0.0)
-        qt = tl.load(q_rows + (i[:, None] * stride_qt + features[None, :]), mask=mask, other=0.0)
-        ku, k_length = _unit(kt, k_unit + unit_row, inside, NORM, C)
-        qu, _ = _unit(qt, q_unit + unit_row, inside, NORM, C)
-        kk = tl.dot(kt, tl.trans(kt), input_precision=PRECISION) * ku[:, None] * ku[None, :]
-        qk = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * (scale * qu)[:, None] * ku[None, :]
+        k_squares = tl.zeros([C], tl.float32)
+        q_squares = tl.zeros([C], tl.float32)
+        kk = tl.zeros([C, C], tl.float32)
+        qk = tl.zeros([C, C], tl.float32)
+        for piece in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+            features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
+            mask = inside[:, None] & (features < K)[None, :]
+            kt = tl.load(k_rows + (i[:, None] * stride_kt + features[None, :]), mask=mask, other=0.0)
+            qt = tl.load(q_rows + (i[:, None] * stride_qt + features[None, :]), mask=mask, other=0.0)
+            k_squares += _squares(kt)
+            q_squares += _squares(qt)
+            kk = tl.dot(kt, tl.trans(kt), kk, input_precision=PRECISION)
+            qk = tl.dot(qt, tl.trans(kt), qk, input_precision=PRECISION)
+        ku, k_length = _unit(k_squares, k_unit + unit_row, inside, NORM, C)
+        qu, _ = _unit(q_squares, q_unit + unit_row, inside, NORM, C)
+        kk *= ku[:, None] * ku[None, :]
+        qk *= (scale * qu)[:, None] * ku[None, :]
         for member in tl.static_range(HV // H):
             hv = head * (HV // H) + member
             out = (batch * HV + hv) * T + begin
@@ -99,7 +108,7 @@ def prepare_kernel(
             at = i[:, None] * C + i[None, :]
             P = (qk * Gamma).to(attention.dtype.element_ty)
             tl.store(attention + out * C + at, P, mask=inside[:, None])
-            A = inverse_of(tl.where(i[:, None] > i[None, :], write[:, None] * kk, 0.0), C, False, PRECISION)
+            A = _inverse(tl.where(i[:, None] > i[None, :], write[:, None] * kk, 0.0), C, PRECISION)
             tl.store(inverse + out * C + at, (A * Gamma).to(inverse.dtype.element_ty), mask=inside[:, None])
             tl.store(total + out + i, G, mask=inside)
             tl.store(segment + out + i, seg, mask=inside)
@@ -145,10 +154,15 @@ def gates_of(
 
 
 @triton.jit
-def _unit(x, out, inside, NORM: tl.constexpr, C: tl.constexpr):
-    """1 / |x| of each row, kept, and the squared length of what it makes of the row."""
+def _squares(x):
+    """The squared length of each row."""
     wide = x.to(tl.float32)
-    squares = tl.sum(wide * wide, 1)
+    return tl.sum(wide * wide, 1)
+
+
+@triton.jit
+def _unit(squares, out, inside, NORM: tl.constexpr, C: tl.constexpr):
+    """1 / |x| of each row, kept, and the squared length of what it makes of the row."""
     unit = tl.full([C], 1.0, tl.float32)
     if NORM:
         unit = tl.rsqrt(squares + 1e-6)
@@ -157,36 +171,34 @@ def _unit(x, out, inside, NORM: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def inverse_of(L, C: tl.constexpr, HALF: tl.constexpr, PRECISION: tl.constexpr):
+def _inverse(L, C: tl.constexpr, PRECISION: tl.constexpr):
     """(I + L)^-1 of a strictly lower L by block doubling: inverses of diagonal blocks of 2, 4, .., C tokens.
 
     Every factor is bounded for |k| <= 1 and beta <= 2, which those of a Neumann series are not. Blocks up to 16 are
-    one batch of small products, one block a warp. Operands are of half precision if HALF, else as PRECISION says.
+    one batch of small products, one block a warp.
     """
     n: tl.constexpr = C // 16
     D = _diagonal(L, n, 16)
     i = tl.arange(0, 16)[None, :, None]
     j = tl.arange(0, 16)[None, None, :]
     a = tl.where(i == j, 1.0, 0.0) - tl.where((i // 2 == j // 2) & (i > j), D, 0.0)
-    a = _double(a, tl.where((i // 4 == j // 4) & (i // 2 > j // 2), D, 0.0), HALF, PRECISION)
-    a = _double(a, tl.where((i // 8 == j // 8) & (i // 4 > j // 4), D, 0.0), HALF, PRECISION)
-    a = _double(a, tl.where(i // 8 > j // 8, D, 0.0), HALF, PRECISION)
+    a = _double(a, tl.where((i // 4 == j // 4) & (i // 2 > j // 2), D, 0.0), PRECISION)
+    a = _double(a, tl.where((i // 8 == j // 8) & (i // 4 > j // 4), D, 0.0), PRECISION)
+    a = _double(a, tl.where(i // 8 > j // 8, D, 0.0), PRECISION)
     if C == 64:
         a = _spread(tl.reshape(a, [2, 2, 16, 16]), 2, 2, 16)
         i = tl.arange(0, 32)[None, :, None]
         j = tl.arange(0, 32)[None, None, :]
-        a = _double(a, tl.where(i // 16 > j // 16, _diagonal(L, 2, 32), 0.0), HALF, PRECISION)
+        a = _double(a, tl.where(i // 16 > j // 16, _diagonal(L, 2, 32), 0.0), PRECISION)
     a = tl.reshape(_spread(tl.reshape(a, [1, 2, C // 2, C // 2]), 1, 2, C // 2), [C, C])
     i = tl.arange(0, C)[:, None]
     j = tl.arange(0, C)[None, :]
-    return _double(a, tl.where(i // (C // 2) > j // (C // 2), L, 0.0), HALF, PRECISION)
+    return _double(a, tl.where(i // (C // 2) > j // (C // 2), L, 0.0), PRECISION)
 
 
 @triton.jit
-def _double(a, lower, HALF: tl.constexpr, PRECISION: tl.constexpr):
-    low = a.to(tl.float16) if HALF else a
-    x = tl.dot(low, lower.to(low.dtype), input_precision=PRECISION)
-    return a - tl.dot(x.to(low.dtype), low, input_precision=PRECISION)
+def _double(a, lower, PRECISION: tl.constexpr):
+    return a - tl.dot(tl.dot(a, lower, input_precision=PRECISION), a, input_precision=PRECISION)
 
 
 @triton.jit

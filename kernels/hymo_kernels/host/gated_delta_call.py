@@ -3,16 +3,23 @@
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens a chunk."""
+"""Tokens a chunk, of 16-bit numbers."""
 
-FORGOTTEN = 12.0
-"""How much decay, in nats, makes a start from nothing as good as the true one: e^-12 is 6e-6, far below bf16."""
+FP32_CHUNK = 32
+"""Of fp32 numbers, whose tiles take twice the room."""
+
+FORGOTTEN, FP32_FORGOTTEN = 12.0, 17.0
+"""How much decay, in nats, makes a start from nothing as good as the true one: e^-12 is 6e-6, far below bf16; e^-17 is
+4e-8, below fp32."""
+
+Precision = Literal["tf32x3", "ieee"]
+"""How fp32 products are formed: as three products of 10-bit parts on the tensor cores, or in fp32 without them."""
 
 
 class Shape(NamedTuple):
@@ -27,6 +34,7 @@ class Shape(NamedTuple):
     sequences: int  # of one batch row
     slots: int  # chunks kept per batch row and head
     packed: bool
+    chunk: int  # tokens
 
 
 class Prepared(NamedTuple):
@@ -42,6 +50,10 @@ class Prepared(NamedTuple):
     forget: Tensor
 
 
+STATIC = 'float scale, bool norm, bool gate, bool sigmoid, float beta_max, bool keep_end, str precision="tf32x3"'
+"""`Options` in the schema of an op."""
+
+
 class Options(NamedTuple):
     """The static arguments of a call."""
 
@@ -51,14 +63,17 @@ class Options(NamedTuple):
     sigmoid: bool  # beta is a logit
     beta_max: float
     keep_end: bool
+    precision: Precision = "tf32x3"  # of fp32 products
 
 
-def shape_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int = CHUNK) -> Shape:
-    """The shape of a call whose sequences are cut into chunks of so many tokens."""
+def shape_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None = None) -> Shape:
+    """The shape of a call whose sequences are cut into chunks of so many tokens, or as many as their dtype has."""
     b, t, h, k = q.shape
     sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    if chunk is None:
+        chunk = FP32_CHUNK if q.dtype == torch.float32 else CHUNK
     slots = -(-t // chunk) if cu_seqlens is None else t // chunk + sequences + 1
-    return Shape(b, t, h, v.shape[2], k, v.shape[3], sequences, slots, cu_seqlens is not None)
+    return Shape(b, t, h, v.shape[2], k, v.shape[3], sequences, slots, cu_seqlens is not None, chunk)
 
 
 def aligned(x: Tensor, chunk: int = CHUNK) -> Tensor:

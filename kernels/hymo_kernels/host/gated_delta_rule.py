@@ -2,13 +2,13 @@
 
 from collections.abc import Callable
 from functools import partial, update_wrapper
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hymo_kernels.host.gated_delta_call import Options
+from hymo_kernels.host.gated_delta_call import Options, Precision
 from hymo_kernels.host.gated_delta_rule_chunked import chunked_delta
 from hymo_kernels.host.gated_delta_rule_definition import definition, recurrent
 from hymo_kernels.host.packed import Packing, pack, packing, unpack
@@ -46,7 +46,7 @@ def gated_delta_rule(
     dt_bias: Float[Tensor, " hv"] | None = None,
     chunk_size: int | None = None,
     state_indices: Int[Tensor, " sequences"] | None = None,
-    precision: Literal["auto", "ieee", "tf32"] = "auto",
+    precision: Precision = "tf32x3",
     max_seqlen: int | None = None,
     backend: Literal["eager", "triton"] | None = None,
     form: Form = "auto",
@@ -78,10 +78,11 @@ def gated_delta_rule(
         state_indices: which row of `initial_state`, then a pool of fp32 states, each sequence continues. That row
             becomes its final state, in place, and the pool is returned as the final state. No two sequences may share
             one. A negative index is padding: read-outs of 0, and no row changes. There is no gradient.
-        precision: of fp32 products on an accelerator; the CPU is always "ieee".
-        backend: "triton", kernels for an NVIDIA GPU: chunks of 16-bit numbers of widths up to 128, or token by token
-            16-bit and fp32 numbers of widths up to 256; or "eager", plain PyTorch for anything. None is "triton"
-            where that is available, else "eager".
+        precision: of fp32 products in the chunked kernels: "tf32x3", as three products of shorter numbers on the
+            tensor cores, or "ieee", in fp32 without them. 16-bit numbers, whose products are exact anyway, ignore it,
+            and so does what runs token by token or without kernels.
+        backend: "triton", kernels for an NVIDIA GPU, of 16-bit and fp32 numbers and widths up to 256, even ones in
+            chunks; or "eager", plain PyTorch for anything. None is "triton" where that is available, else "eager".
         form: "chunk" for training, "recurrent" for a few tokens, "definition" for proofs (slow, any order of
             derivative); "auto" is recurrent up to 8 tokens.
 
@@ -91,7 +92,7 @@ def gated_delta_rule(
     Source: Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464; argument names of flash-linear-attention.
     """
     state_v_first = _check_legacy(legacy, state_v_first)
-    _check_available(backend=backend, cp_context=cp_context, chunk_size=chunk_size)
+    _check_available(backend=backend, cp_context=cp_context, chunk_size=chunk_size, precision=precision)
     pooled = state_indices is not None
     check_shapes(
         q,
@@ -125,6 +126,7 @@ def gated_delta_rule(
         sigmoid=use_beta_sigmoid_in_kernel,
         beta_max=2.0 if allow_neg_eigval else 1.0,
         keep_end=output_final_state or pooled,
+        precision=precision,
     )
     weights = {"A_log": A_log, "dt_bias": dt_bias}
     start = initial_state.mT if initial_state is not None and state_v_first else initial_state
@@ -308,13 +310,15 @@ def _check_no_gradient(*tensors: Tensor | None) -> None:
         )
 
 
-def _check_available(*, backend: str | None, cp_context: object | None, chunk_size: int | None) -> None:
+def _check_available(*, backend: str | None, cp_context: object | None, chunk_size: int | None, precision: str) -> None:
     if backend not in (None, "eager", "triton"):
         raise ValueError(f"gated_delta_rule: backend must be 'eager', 'triton' or None; got {backend!r}")
     if cp_context is not None:
         raise ValueError("gated_delta_rule: cp_context (context parallelism) is not available; pass None")
     if chunk_size not in (None, 16, 32, 64):
         raise ValueError(f"gated_delta_rule: chunk_size must be 16, 32, 64 or None; got {chunk_size}")
+    if precision not in get_args(Precision):
+        raise ValueError(f"gated_delta_rule: precision must be 'tf32x3' or 'ieee'; got {precision!r}")
 
 
 def _check_legacy(legacy: dict[str, Any], state_v_first: bool) -> bool:

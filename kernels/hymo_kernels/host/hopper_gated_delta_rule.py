@@ -30,12 +30,14 @@ def _is_hopper(device: torch.device) -> bool:
 def serves(q: Tensor, shape: Shape) -> bool:
     """Whether `scan` and `backward` are made for a call and for the card that it is on."""
     rows = shape.b * shape.hv * max(shape.t, shape.slots * shape.k)
-    return shape.k == shape.v and shape.k in (64, 128) and rows < 2**31 and _is_hopper(q.device)
+    suits = q.element_size() == 2 and shape.k == shape.v and shape.k in (64, 128)
+    return suits and rows < 2**31 and _is_hopper(q.device)
 
 
 def prepares(q: Tensor, k: Tensor, shape: Shape, options: Options) -> bool:
     """Whether `prepare` is: for keys that it divides by their lengths, in rows that start where 16 bytes do."""
-    return options.norm and shape.k in (64, 128) and _is_hopper(q.device) and _in_lines(q) and _in_lines(k)
+    suits = q.element_size() == 2 and options.norm and shape.k in (64, 128)
+    return suits and _is_hopper(q.device) and _in_lines(q) and _in_lines(k)
 
 
 def _descriptors() -> Any:

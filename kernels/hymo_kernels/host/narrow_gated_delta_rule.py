@@ -48,8 +48,8 @@ class Tiles(NamedTuple):
     registers: int | None = None
 
 
-PREPARE, CARRY, FORWARD = Tiles(1, 2, 168), Tiles(1, 3), Tiles(1, 2, 168)
-CHAIN, BACKWARD = Tiles(1, 2, 168), Tiles(1, 2)
+PREPARE, CARRY, FORWARD = Tiles(1, 1, 128), Tiles(1, 3), Tiles(1, 2)
+CHAIN, BACKWARD = Tiles(1, 2, 128), Tiles(1, 2)
 RESIDENT = 16
 """Programs that a multiprocessor shall have at least."""
 
@@ -68,8 +68,8 @@ class Kept(NamedTuple):
 
 
 def serves(q: Tensor, v: Tensor) -> bool:
-    """Whether the heads are narrow."""
-    return max(q.shape[-1], v.shape[-1]) <= WIDEST
+    """Whether the heads are narrow, of 16-bit numbers."""
+    return q.element_size() == 2 and max(q.shape[-1], v.shape[-1]) <= WIDEST
 
 
 def segments_of(shape: Shape, device: int | None) -> tuple[int, int]:

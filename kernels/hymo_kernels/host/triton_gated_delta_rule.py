@@ -14,8 +14,9 @@ from torch import Tensor
 from hymo_kernels.host import hopper_gated_delta_rule as hopper
 from hymo_kernels.host import narrow_gated_delta_rule as narrow
 from hymo_kernels.host.gated_delta_call import (
-    CHUNK,
     FORGOTTEN,
+    FP32_FORGOTTEN,
+    STATIC,
     Gradients,
     Options,
     Prepared,
@@ -23,6 +24,7 @@ from hymo_kernels.host.gated_delta_call import (
     aligned,
     backward_outputs,
     multiprocessors,
+    over_groups,
     shape_of,
 )
 from hymo_kernels.primitive import define, differentiable
@@ -31,11 +33,15 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
 class Tiles(NamedTuple):
-    """How one kernel is cut: value features per program (0: all), warps, software pipeline stages."""
+    """How one kernel is cut: value features at a time, warps, software pipeline stages, key features at a time.
+
+    A width of 0 is all of it.
+    """
 
     block_v: int
     warps: int
     stages: int
+    block_k: int = 0
 
 
 class Plan(NamedTuple):
@@ -45,18 +51,29 @@ class Plan(NamedTuple):
     forward: Tiles
     states: Tiles
     chain: Tiles
-    chunk: Tiles
+    chunk: Tiles  # of `wide_chunk_kernel` if it is cut along key features
 
 
 PLANS: dict[int, Plan] = {
     64: Plan(Tiles(0, 4, 1), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 4, 1)),
     128: Plan(Tiles(0, 4, 1), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 8, 1)),
+    256: Plan(Tiles(0, 4, 1, 128), Tiles(64, 8, 1, 64), Tiles(64, 8, 1, 64), Tiles(64, 8, 1, 64), Tiles(64, 8, 1, 64)),
 }
-"""By the larger of key and value width, rounded up to a power of two; 16-bit numbers. Proven one by one on an H200.
+"""By key width, rounded up; 16-bit numbers. Every entry was proven on an H200.
 
 Not every tiling is right: Triton 3.6 makes code from some others (value tiles of 32 with 4 warps at width 128) that
 reads out of bounds or gives NaN. `tests/kernels/test_triton.py` runs every entry against the definition.
 """
+
+FP32_PLANS: dict[int, Plan] = {
+    32: Plan(Tiles(0, 4, 1, 32), Tiles(32, 4, 1), Tiles(32, 4, 1), Tiles(32, 4, 1), Tiles(32, 4, 1, 32)),
+    64: Plan(Tiles(0, 4, 1, 32), Tiles(16, 4, 1), Tiles(16, 4, 1), Tiles(16, 4, 1), Tiles(32, 4, 1, 32)),
+    128: Plan(Tiles(0, 4, 1, 32), Tiles(16, 4, 1, 64), Tiles(16, 4, 1, 64), Tiles(16, 4, 1, 64), Tiles(32, 4, 1, 32)),
+    256: Plan(Tiles(0, 4, 1, 32), Tiles(16, 4, 1, 64), Tiles(16, 4, 1, 64), Tiles(16, 4, 1, 64), Tiles(32, 4, 1, 32)),
+}
+"""The same of fp32 numbers. 32 and 64 were proven on an H200; 128 and 256 are compiled and interpreted only."""
+
+WIDEST = 256
 
 
 def unavailable(q: Tensor, v: Tensor) -> str | None:
@@ -65,23 +82,32 @@ def unavailable(q: Tensor, v: Tensor) -> str | None:
         return f"it needs tensors on an NVIDIA GPU, these are on {q.device.type}"
     if not HAS_TRITON:
         return "Triton is not installed"
-    if q.dtype not in (torch.bfloat16, torch.float16) or v.dtype != q.dtype:
-        return f"it computes in bfloat16 or float16, q is {q.dtype} and v {v.dtype}"
-    width = max(q.shape[-1], v.shape[-1])
-    if width > max(PLANS) or width % 2:
-        return f"key and value widths are even and at most {max(PLANS)}, got {q.shape[-1]} and {v.shape[-1]}"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32) or v.dtype != q.dtype:
+        return f"it computes in bfloat16, float16 or float32, q is {q.dtype} and v {v.dtype}"
+    widths = (q.shape[-1], v.shape[-1])
+    if any(width % 2 or not 0 < width <= WIDEST for width in widths):
+        return f"key and value widths are even and at most {WIDEST}, got {widths[0]} and {widths[1]}"
     return None
 
 
-def width_of(shape: Shape) -> int:
-    """The entry of the table that serves a shape: its tiles are proven, whatever part of them a shape fills."""
-    return next(width for width in PLANS if width >= max(shape.k, shape.v))
+def width_of(shape: Shape, dtype: torch.dtype) -> int:
+    """The key width of the entry that serves a shape: its tiles are proven, whatever part of them a shape fills."""
+    return next(width for width in _table(dtype) if width >= shape.k)
+
+
+def plan_of(shape: Shape, dtype: torch.dtype) -> Plan:
+    """The tiles of a call."""
+    return _table(dtype)[width_of(shape, dtype)]
+
+
+def _table(dtype: torch.dtype) -> dict[int, Plan]:
+    return FP32_PLANS if dtype == torch.float32 else PLANS
 
 
 def segments_of(shape: Shape, tiles: Tiles, device: int | None) -> tuple[int, int]:
     """Chunks per segment, and segments: enough to fill the card, each long enough to pay for its early start."""
     programs = shape.b * shape.sequences * shape.hv * _tiles(shape, tiles)
-    chunks = -(-shape.t // CHUNK)
+    chunks = -(-shape.t // shape.chunk)
     wanted = max(1, -(-2 * multiprocessors(device) // programs))
     length = max(8, -(-chunks // wanted))
     return length, max(1, -(-chunks // length))
@@ -91,19 +117,27 @@ def _tiles(shape: Shape, tiles: Tiles) -> int:
     return -(-shape.v // tiles.block_v)
 
 
-def _sizes(shape: Shape) -> dict[str, Any]:
-    return {"H": shape.h, "HV": shape.hv, "K": shape.k, "BLOCK_K": width_of(shape), "C": CHUNK, "PACKED": shape.packed}
-
-
-def _cut(shape: Shape, tiles: Tiles) -> dict[str, Any]:
+def _cut(shape: Shape, tiles: Tiles, dtype: torch.dtype, options: Options) -> dict[str, Any]:
     return {
-        "V": shape.v,
-        "BLOCK_V": tiles.block_v,
-        "PRECISION": "tf32",
-        "STAGES": tiles.stages,
+        "H": shape.h,
+        "HV": shape.hv,
+        "K": shape.k,
+        "BLOCK_K": tiles.block_k or width_of(shape, dtype),
+        "C": shape.chunk,
+        "PACKED": shape.packed,
+        # Of 16-bit numbers only the inverse is a product of fp32 numbers.
+        "PRECISION": options.precision if dtype == torch.float32 else "tf32",
         "num_warps": tiles.warps,
         "num_stages": tiles.stages,
     }
+
+
+def _columns(shape: Shape, tiles: Tiles) -> dict[str, int]:
+    return {"V": shape.v, "BLOCK_V": tiles.block_v, "STAGES": tiles.stages}
+
+
+def _forgotten(dtype: torch.dtype) -> float:
+    return FP32_FORGOTTEN if dtype == torch.float32 else FORGOTTEN
 
 
 def forward(
@@ -132,7 +166,7 @@ def forward(
         if options.keep_end:
             end.copy_(start) if start is not None else end.zero_()
         return o, end, *made
-    plan = PLANS[width_of(shape)]
+    plan = plan_of(shape, q.dtype)
     bounds = made.segment if cu_seqlens is None else cu_seqlens
     gates = beta if g is None else g
     if hopper.prepares(q, k, shape, options):
@@ -155,11 +189,8 @@ def forward(
             shape.t,
             shape.slots,
             shape.sequences,
-            **_sizes(shape),
+            **_cut(shape, plan.prepare, q.dtype, options),
             **_gating(g, dt_bias, options),
-            PRECISION="tf32",
-            num_warps=plan.prepare.warps,
-            num_stages=plan.prepare.stages,
         )
     _scan(q, k, v, made, start, bounds, o=o, end=end, states=None, shape=shape, tiles=plan.forward, options=options)
     return o, end, *made
@@ -220,9 +251,9 @@ def _scan(
         shape.sequences,
         length,
         segments,
-        FORGOTTEN,
-        **_sizes(shape),
-        **_cut(shape, tiles),
+        _forgotten(q.dtype),
+        **_cut(shape, tiles, q.dtype, options),
+        **_columns(shape, tiles),
         HAS_START=start is not None,
         READ_OUT=o is not None,
         KEEP_STATES=states is not None,
@@ -242,8 +273,8 @@ def _forward_outputs(
     return (
         new(b, t, hv, shape.v, dtype=v.dtype),
         new(b * shape.sequences, hv, shape.k, shape.v) if options.keep_end else new(b, 0),
-        new(b, hv, t, CHUNK, dtype=q.dtype),
-        new(b, hv, t, CHUNK, dtype=q.dtype),
+        new(b, hv, t, shape.chunk, dtype=q.dtype),
+        new(b, hv, t, shape.chunk, dtype=q.dtype),
         new(b, hv, t),
         new(b, hv, t, dtype=torch.int32),
         new(b, hv, t),
@@ -273,7 +304,7 @@ def backward(
     *static: Any,
 ) -> tuple[Tensor, ...]:
     """The gradients of `forward`; with `only_start` that of the initial state alone is computed."""
-    from hymo_kernels.device.backward import chain_kernel, chunk_kernel
+    from hymo_kernels.device.backward import chain_kernel
 
     options = Options(*static)
     kept = Prepared(inverse, attention, total, segment, strength, q_unit, k_unit, forget)
@@ -288,7 +319,7 @@ def backward(
         for grad in grads[:5]:
             grad.zero_()
     bounds = kept.segment if cu_seqlens is None else cu_seqlens
-    plan = PLANS[width_of(shape)]
+    plan = plan_of(shape, q.dtype)
     states = None
     if not only_start:
         states = torch.empty(shape.b, shape.hv, shape.slots, shape.k, shape.v, dtype=q.dtype, device=q.device)
@@ -332,14 +363,36 @@ def backward(
         shape.sequences,
         length,
         segments,
-        FORGOTTEN,
-        **_sizes(shape),
-        **_cut(shape, plan.chain),
+        _forgotten(q.dtype),
+        **_cut(shape, plan.chain, q.dtype, options),
+        **_columns(shape, plan.chain),
         HAS_END=d_end is not None,
         KEEP_START=start is not None,
     )
-    if states is None:
-        return tuple(grads)
+    if states is not None:
+        chunks = _pieces if plan.chunk.block_k else _chunks
+        chunks(q, k, v, do, kept, states, d_states, bounds, grads, shape=shape, tiles=plan.chunk, options=options)
+    return tuple(grads)
+
+
+def _chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    kept: Prepared,
+    states: Tensor,
+    d_states: Tensor,
+    bounds: Tensor,
+    grads: Gradients,
+    *,
+    shape: Shape,
+    tiles: Tiles,
+    options: Options,
+) -> None:
+    """Fills all of `grads` but that of the start, given the states around each chunk and dR in place of dv."""
+    from hymo_kernels.device.backward import chunk_kernel
+
     chunk_kernel[(shape.b * shape.slots * shape.h,)](
         q,
         k,
@@ -360,18 +413,63 @@ def backward(
         shape.t,
         shape.slots,
         shape.sequences,
-        **_sizes(shape),
-        **_cut(shape, plan.chunk),
+        **_cut(shape, tiles, q.dtype, options),
+        **_columns(shape, tiles),
         NORM=options.norm,
     )
-    return tuple(grads)
+
+
+def _pieces(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    kept: Prepared,
+    states: Tensor,
+    d_states: Tensor,
+    bounds: Tensor,
+    grads: Gradients,
+    *,
+    shape: Shape,
+    tiles: Tiles,
+    options: Options,
+) -> None:
+    """The same as `_chunks`, some key features at a time."""
+    from hymo_kernels.device.wide_backward import wide_chunk_kernel
+
+    with over_groups(grads, shape) as (dq, dk):
+        wide_chunk_kernel[(shape.b * shape.slots * shape.hv,)](
+            q,
+            k,
+            v,
+            do,
+            kept.inverse,
+            *kept[2:-1],
+            states,
+            d_states,
+            dq,
+            dk,
+            *grads[2:5],
+            torch.empty_like(grads.v),
+            bounds,
+            options.scale,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *do.stride()[:3],
+            shape.t,
+            shape.slots,
+            shape.sequences,
+            **_cut(shape, tiles, q.dtype, options),
+            **_columns(shape, tiles),
+            NORM=options.norm,
+        )
 
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? start, "
     "Tensor? cu_seqlens"
 )
-STATIC = "float scale, bool norm, bool gate, bool sigmoid, float beta_max, bool keep_end"
 
 
 class Ops(NamedTuple):
@@ -414,7 +512,7 @@ def _gradients(
     is_narrow: bool,
     needs: tuple[bool, ...],
     arguments: tuple[Any, ...],
-    outputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor | None, ...],
     grads: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:
     q, k, v, g, beta, A_log, dt_bias, start, cu_seqlens = arguments[:9]

@@ -363,7 +363,7 @@ BACKWARD = define(
 def _gradients(
     needs: tuple[bool, ...],
     arguments: tuple[Any, ...],
-    outputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor | None, ...],
     grads: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:
     v, _, _, g, A_log, start, _ = tensors = arguments[:7]

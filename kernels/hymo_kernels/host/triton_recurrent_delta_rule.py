@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from hymo_kernels.host.gated_delta_call import Options, multiprocessors
+from hymo_kernels.host.gated_delta_call import STATIC, Options, multiprocessors
 from hymo_kernels.primitive import define, differentiable
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -420,7 +420,6 @@ def _backward_outputs(
     )
 
 
-STATIC = "float scale, bool norm, bool gate, bool sigmoid, float beta_max, bool keep_end"
 SEQUENCE = "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias"
 INPUTS = f"{SEQUENCE}, Tensor? start, Tensor? cu_seqlens"
 FORWARD = define(
@@ -448,7 +447,7 @@ BACKWARD = define(
 def _gradients(
     needs: tuple[bool, ...],
     arguments: tuple[Any, ...],
-    outputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor | None, ...],
     grads: tuple[Tensor | None, ...],
 ) -> tuple[Tensor | None, ...]:
     tensors, static = arguments[:9], arguments[9:]
