@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hymo_kernels.host import narrow_gated_delta_rule as narrow
 from hymo_kernels.host import triton_attention as attention
 from hymo_kernels.host import triton_causal_conv1d as convolution
 from hymo_kernels.host import triton_cross_entropy as cross_entropy
@@ -46,6 +47,25 @@ def test_every_entry_of_the_scan_compiles(
     chunk = "wide_chunk_kernel" if dtype == torch.float32 or width > 128 else "chunk_kernel"
     names = ["prepare_kernel", "forward_kernel", "forward_kernel", "chain_kernel", chunk]
     assert [launch.kernel.__name__ for launch in launches] == names
+    assert_compiles(launches, capability)
+
+
+@cards
+@pytest.mark.parametrize(("key", "value", "packed"), [(32, 32, False), (16, 24, True)], ids=str)
+def test_the_kernels_for_narrow_heads_compile(key: int, value: int, packed: bool, capability: int) -> None:
+    q, v = torch.zeros(1, 4096, 2, key, dtype=torch.bfloat16), torch.zeros(1, 4096, 4, value, dtype=torch.bfloat16)
+    g, state = torch.zeros(1, 4096, 4), torch.zeros(1, 4, key, value)
+    start, bounds = (state, torch.zeros(2, dtype=torch.int32)) if packed else (None, None)
+    static = Options(key**-0.5, not packed, False, False, 1.0, packed)
+
+    def call() -> None:
+        o, end, *made = narrow.forward(q, q, v, g, g, None, None, start, bounds, *static)
+        narrow.backward(q, q, v, start, bounds, *made, o, end if packed else None, False, *static)
+        narrow.backward(q, q, v, start, bounds, *made, o, end if packed else None, True, *static)
+
+    launches = launches_of(call, narrow)
+    both = ["prepare", "carry", "forward", "chain", "carry", "backward", "chain", "carry"]
+    assert [launch.kernel.__name__ for launch in launches] == [f"narrow_{name}_kernel" for name in both]
     assert_compiles(launches, capability)
 
 

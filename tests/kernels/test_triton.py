@@ -34,6 +34,8 @@ GPU_CASES = [
     Case(2, 300, 2, 4, 64, 64, in_kernel=True, resets=(70,)),
     Case(1, 64 * 40, 1, 1, 128, 128, gate=-0.5, state=False),
     Case(1, 64 * 40, 1, 1, 32, 32, gate=-0.01),
+    Case(2, 300, 2, 4, 24, 32, in_kernel=True, resets=(70,)),
+    Case(1, 129, 1, 1, 32, 32, gate=-16.0),
     Case(1, 1, 2, 2, 128, 128),
     Case(1, 129, 1, 1, 128, 128, gate=-16.0),
 ]
@@ -63,7 +65,7 @@ def test_an_unknown_precision_is_an_error() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", GPU_CASES, ids=str)
 def test_kernels_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
-    assert set(PLANS) == {32, 64, 128, 256}
+    assert set(PLANS) == {64, 128, 256}
     errors = worst_heads(case, "cuda", dtype)
     wrong = {name: error for name, error in errors.items() if not error < BUDGET.get(name, 1e-2)}
     assert not wrong, errors
@@ -71,7 +73,7 @@ def test_kernels_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
-@pytest.mark.parametrize("case", [*ENTRIES, *GPU_CASES[-8:]], ids=str)
+@pytest.mark.parametrize("case", [*ENTRIES, *GPU_CASES[-10:]], ids=str)
 def test_fp32_kernels_equal_the_definition(case: Case, precision: Precision) -> None:
     assert set(FP32_PLANS) == {32, 64, 128, 256}
     errors = worst_heads(replace(case, precision=precision), "cuda", torch.float32)
@@ -81,7 +83,9 @@ def test_fp32_kernels_equal_the_definition(case: Case, precision: Precision) -> 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("width", "dtype"), [(128, torch.bfloat16), (256, torch.bfloat16), (64, torch.float32)], ids=str
+    ("width", "dtype"),
+    [(32, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (64, torch.float32)],
+    ids=str,
 )
 def test_kernels_are_bitwise_repeatable(width: int, dtype: torch.dtype) -> None:
     x = [torch.randn(1, 4096, 4, width, device="cuda", dtype=dtype) for _ in range(3)]

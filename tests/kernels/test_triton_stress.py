@@ -264,9 +264,10 @@ def test_vmap_and_vmap_of_the_gradient_equal_a_loop() -> None:
             assert_same_bits(got[j], want, name)
 
 
+@pytest.mark.parametrize("width", [32, 64])
 @pytest.mark.parametrize("only", [(0,), (1,), (2,), (3,), (4,), (5,), (2, 5), (0, 1)], ids=str)
-def test_the_gradients_asked_for_equal_those_among_all(only: tuple[int, ...]) -> None:
-    x = draw(1, 500, 2, 64, 64)
+def test_the_gradients_asked_for_equal_those_among_all(only: tuple[int, ...], width: int) -> None:
+    x = draw(1, 600, 2, width, width)
     every = gradient(*x)
     for i, got in zip(only, gradient(*x, only=only), strict=True):
         if only == (5,):
@@ -280,7 +281,8 @@ def test_the_gradients_asked_for_equal_those_among_all(only: tuple[int, ...]) ->
         assert_same_bits(got, every[i], NAMES[i])
 
 
-def test_raw_ops_are_what_their_schemas_say(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [32, 64])
+def test_raw_ops_are_what_their_schemas_say(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The calls that a gradient makes, with a gate in the kernel or without: no output is an input, fakes are right."""
     calls: list[tuple[Any, tuple[Any, ...]]] = []
 
@@ -291,9 +293,10 @@ def test_raw_ops_are_what_their_schemas_say(monkeypatch: pytest.MonkeyPatch) -> 
 
         return run
 
-    monkeypatch.setattr(kernels, "FORWARD", recorded(kernels.FORWARD))
-    monkeypatch.setattr(kernels, "BACKWARD", recorded(kernels.BACKWARD))
-    x = draw(1, 150, 2, 32, 64, sequences=2)
+    is_narrow = width <= 32
+    forward, backward, kept = kernels.OPS[is_narrow]
+    monkeypatch.setitem(kernels.OPS, is_narrow, kernels.Ops(recorded(forward), recorded(backward), kept))
+    x = draw(1, 150, 2, 32, width, sequences=2)
     bounds = torch.tensor([0, 70, 140], device="cuda")
     leaves = [y.requires_grad_() for y in (*x, torch.zeros(2, device="cuda"), torch.ones(2, device="cuda"))]
     torch.autograd.grad(loss(*leaves[:6], cu_seqlens=bounds), leaves[:6])
@@ -364,10 +367,11 @@ def compiled_kernels() -> dict[str, int]:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_a_new_length_or_batch_compiles_nothing(packed: bool) -> None:
+@pytest.mark.parametrize("width", [32, 64])
+def test_a_new_length_or_batch_compiles_nothing(width: int, packed: bool) -> None:
     def run(b: int, t: int) -> None:
         bounds = torch.tensor([0, *(t * (i + 1) for i in range(b))], device="cuda") if packed else None
-        everything(*draw(1 if packed else b, t * b if packed else t, 2, 64, 64, sequences=b), cu_seqlens=bounds)
+        everything(*draw(1 if packed else b, t * b if packed else t, 2, width, width, sequences=b), cu_seqlens=bounds)
 
     run(2, 512)
     before = compiled_kernels()

@@ -66,8 +66,7 @@ def fused_prepare_kernel(
     LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     SMALL: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     LINE: gl.constexpr = gl.BlockedLayout([2], [32], [4], [0])
-    TILE: gl.constexpr = gl.NVMMASharedLayout(128 if D >= 64 else 2 * D, 16, 2)
-    HALF: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    TILE: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
 
     program = gl.program_id(0).to(gl.int64)
@@ -93,8 +92,8 @@ def fused_prepare_kernel(
         resets = gl.allocate_shared_memory(gl.int32, [C], FLAT)
         strengths = gl.allocate_shared_memory(gl.float32, [C], FLAT)
         k_units = gl.allocate_shared_memory(gl.float32, [C], FLAT)
-        L_tile = gl.allocate_shared_memory(gl.float16, [C, C], HALF)
-        A_tile = gl.allocate_shared_memory(gl.float16, [C, C], HALF)
+        L_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
+        A_tile = gl.allocate_shared_memory(gl.float16, [C, C], TILE)
 
         j = gl.arange(0, C, DOWN)  # rows: the token that reads or erases
         i = gl.arange(0, C, ACROSS)

@@ -85,22 +85,21 @@ def prepare_kernel(
         for member in tl.static_range(HV // H):
             hv = head * (HV // H) + member
             out = (batch * HV + hv) * T + begin
-            x = tl.load(beta + batch * stride_bb + hv * stride_bh + (begin + i) * stride_bt, mask=inside, other=0.0)
-            write = x.to(tl.float32)
-            if SIGMOID:
-                write = tl.where(inside, BETA_MAX * tl.sigmoid(write), 0.0)
-            decay = tl.zeros([C], tl.float32)
-            if HAS_G:
-                x = tl.load(g + batch * stride_gb + hv * stride_gh + (begin + i) * stride_gt, mask=inside, other=0.0)
-                decay = x.to(tl.float32)
-            if GATE:
-                if HAS_BIAS:
-                    decay += tl.load(dt_bias + hv).to(tl.float32)
-                rate = tl.exp(tl.load(A_log + hv).to(tl.float32))
-                softplus = tl.where(decay > 20.0, decay, tl.log(1.0 + tl.exp(tl.minimum(decay, 20.0))))
-                decay = tl.where(inside, -rate * softplus, 0.0)
-            reset = (decay == float("-inf")).to(tl.int32)
-            decay = tl.where(reset > 0, 0.0, decay)
+            write, decay, reset = gates_of(
+                g + batch * stride_gb + begin * stride_gt + hv * stride_gh,
+                beta + batch * stride_bb + begin * stride_bt + hv * stride_bh,
+                A_log + hv,
+                dt_bias + hv,
+                inside,
+                stride_gt,
+                stride_bt,
+                C,
+                GATE,
+                HAS_BIAS,
+                SIGMOID,
+                HAS_G,
+                BETA_MAX,
+            )
             G = tl.cumsum(decay, 0)
             # What lies beyond the sequence is a segment of its own.
             seg = tl.where(inside, tl.cumsum(reset, 0), 127)
@@ -118,6 +117,40 @@ def prepare_kernel(
             growth = tl.log(tl.maximum(1.0, tl.abs(1.0 - write * k_length)))
             kept = tl.where(tl.sum(reset, 0) > 0, float("-inf"), tl.sum(decay + growth, 0))
             tl.store(forget + (batch * HV + hv) * slots + slot, kept)
+
+
+@triton.jit
+def gates_of(
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    inside,
+    stride_gt,
+    stride_bt,
+    C: tl.constexpr,
+    GATE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    HAS_G: tl.constexpr,
+    BETA_MAX: tl.constexpr,
+):
+    """Of each token of a chunk: the write strength, the log of the retention, and whether that was a reset: then 0."""
+    i = tl.arange(0, C)
+    write = tl.load(beta + i * stride_bt, mask=inside, other=0.0).to(tl.float32)
+    if SIGMOID:
+        write = tl.where(inside, BETA_MAX * tl.sigmoid(write), 0.0)
+    decay = tl.zeros([C], tl.float32)
+    if HAS_G:
+        decay = tl.load(g + i * stride_gt, mask=inside, other=0.0).to(tl.float32)
+    if GATE:
+        if HAS_BIAS:
+            decay += tl.load(dt_bias).to(tl.float32)
+        rate = tl.exp(tl.load(A_log).to(tl.float32))
+        softplus = tl.where(decay > 20.0, decay, tl.log(1.0 + tl.exp(tl.minimum(decay, 20.0))))
+        decay = tl.where(inside, -rate * softplus, 0.0)
+    reset = (decay == float("-inf")).to(tl.int32)
+    return write, tl.where(reset > 0, 0.0, decay), reset
 
 
 @triton.jit

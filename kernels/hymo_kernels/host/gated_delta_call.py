@@ -1,6 +1,8 @@
 """One call of the gated delta rule: its sizes, its options, and what passes between its kernels."""
 
 import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import torch
@@ -64,13 +66,19 @@ class Options(NamedTuple):
     precision: Precision = "tf32x3"  # of fp32 products
 
 
-def shape_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None) -> Shape:
-    """The shape of a call."""
+def shape_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None = None) -> Shape:
+    """The shape of a call whose sequences are cut into chunks of so many tokens, or as many as their dtype has."""
     b, t, h, k = q.shape
     sequences = 1 if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    chunk = FP32_CHUNK if q.dtype == torch.float32 else CHUNK
+    if chunk is None:
+        chunk = FP32_CHUNK if q.dtype == torch.float32 else CHUNK
     slots = -(-t // chunk) if cu_seqlens is None else t // chunk + sequences + 1
     return Shape(b, t, h, v.shape[2], k, v.shape[3], sequences, slots, cu_seqlens is not None, chunk)
+
+
+def aligned(x: Tensor, chunk: int = CHUNK) -> Tensor:
+    """x with the features of a head side by side, and chunks that 32-bit offsets reach across."""
+    return x if x.stride(-1) == 1 and chunk * x.stride(1) < 2**31 else x.contiguous()
 
 
 @functools.cache
@@ -88,3 +96,37 @@ class Gradients(NamedTuple):
     retention: Tensor
     strength: Tensor
     start: Tensor
+
+
+def backward_outputs(
+    q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
+) -> tuple[Tensor, ...]:
+    """`Gradients`, empty."""
+    b, t, h, hv, key, value, *_ = shape_of(q, v, cu_seqlens)
+
+    def new(*size: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=q.device)
+
+    return (
+        new(b, t, h, key, dtype=q.dtype),
+        new(b, t, h, key, dtype=k.dtype),
+        new(b, t, hv, value, dtype=v.dtype),
+        new(b, t, hv),
+        new(b, t, hv),
+        new(*start.shape) if start is not None else new(b, 0),
+    )
+
+
+@contextmanager
+def over_groups(grads: Gradients, shape: Shape) -> Iterator[tuple[Tensor, Tensor]]:
+    """dq and dk of every value head; those of the key heads, their sums, are filled afterwards."""
+    if shape.h == shape.hv:
+        yield grads.q, grads.k
+        return
+    like_v = (shape.b, shape.t, shape.hv, shape.k)
+    dq, dk = grads.q.new_empty(like_v), grads.k.new_empty(like_v)
+    if shape.packed:
+        dq.zero_(), dk.zero_()
+    yield dq, dk
+    for whole, each in ((grads.q, dq), (grads.k, dk)):
+        torch.sum(each.view(*whole.shape[:3], -1, shape.k), 3, out=whole)

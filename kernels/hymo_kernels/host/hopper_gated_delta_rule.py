@@ -1,4 +1,4 @@
-"""The gated delta rule on Hopper GPUs, mainly for keys and values of 64 or 128 features: three kernels in Gluon.
+"""The gated delta rule on Hopper GPUs, for keys and values of 64 or 128 features: three kernels in Gluon.
 
 `triton_gated_delta_rule` serves all other shapes and cards. What these kernels gain, they gain from a whole state in
 one program's registers and from operands that the copy engine puts where the tensor cores read them.
@@ -18,6 +18,7 @@ from hymo_kernels.host.gated_delta_call import (
     Prepared,
     Shape,
     multiprocessors,
+    over_groups,
 )
 
 
@@ -35,7 +36,7 @@ def serves(q: Tensor, shape: Shape) -> bool:
 
 def prepares(q: Tensor, k: Tensor, shape: Shape, options: Options) -> bool:
     """Whether `prepare` is: for keys that it divides by their lengths, in rows that start where 16 bytes do."""
-    suits = q.element_size() == 2 and options.norm and shape.k in (32, 64, 128)
+    suits = q.element_size() == 2 and options.norm and shape.k in (64, 128)
     return suits and _is_hopper(q.device) and _in_lines(q) and _in_lines(k)
 
 
@@ -121,7 +122,7 @@ def prepare(
         HAS_G=g is not None,
         BETA_MAX=options.beta_max,
         num_warps=4,
-        maxnreg=96 if shape.k == 32 else 128,
+        maxnreg=128,
     )
 
 
@@ -198,51 +199,43 @@ def backward(
     from hymo_kernels.device.fused_backward import fused_backward_kernel
 
     tokens, rows, squares = _descriptors()
-    one_head_each = shape.h == shape.hv
-    like_v = (shape.b, shape.t, shape.hv, shape.k)
-    dq, dk = (grads.q, grads.k) if one_head_each else (q.new_empty(like_v), k.new_empty(like_v))
-    if shape.packed and not one_head_each:
-        dq.zero_(), dk.zero_()
-    length, segments = _pieces(shape, q.device.index)
-    fused_backward_kernel[(shape.b * shape.sequences * shape.hv * segments,)](
-        tokens(q),
-        tokens(k),
-        tokens(v),
-        tokens(do),
-        rows(kept.inverse),
-        rows(kept.attention),
-        squares(states),
-        tokens(dq),
-        tokens(dk),
-        *kept[2:],
-        kept.total if d_end is None else d_end,
-        grads.retention,
-        grads.strength,
-        grads.v,
-        dq,
-        dk,
-        grads.start,
-        bounds,
-        options.scale,
-        *((0, 0, 0, 0) if d_end is None else d_end.stride()),
-        shape.t,
-        shape.slots,
-        shape.sequences,
-        length,
-        segments,
-        FORGOTTEN,
-        H=shape.h,
-        HV=shape.hv,
-        D=shape.k,
-        C=CHUNK,
-        PACKED=shape.packed,
-        FULL=not shape.packed and shape.t % CHUNK == 0,
-        NORM=options.norm,
-        HAS_END=d_end is not None,
-        KEEP_START=start is not None,
-        num_warps=8,
-    )
-    if not one_head_each:
-        grouped = (shape.b, shape.t, shape.h, shape.hv // shape.h, shape.k)
-        torch.sum(dq.view(grouped), 3, out=grads.q)
-        torch.sum(dk.view(grouped), 3, out=grads.k)
+    with over_groups(grads, shape) as (dq, dk):
+        length, segments = _pieces(shape, q.device.index)
+        fused_backward_kernel[(shape.b * shape.sequences * shape.hv * segments,)](
+            tokens(q),
+            tokens(k),
+            tokens(v),
+            tokens(do),
+            rows(kept.inverse),
+            rows(kept.attention),
+            squares(states),
+            tokens(dq),
+            tokens(dk),
+            *kept[2:],
+            kept.total if d_end is None else d_end,
+            grads.retention,
+            grads.strength,
+            grads.v,
+            dq,
+            dk,
+            grads.start,
+            bounds,
+            options.scale,
+            *((0, 0, 0, 0) if d_end is None else d_end.stride()),
+            shape.t,
+            shape.slots,
+            shape.sequences,
+            length,
+            segments,
+            FORGOTTEN,
+            H=shape.h,
+            HV=shape.hv,
+            D=shape.k,
+            C=CHUNK,
+            PACKED=shape.packed,
+            FULL=not shape.packed and shape.t % CHUNK == 0,
+            NORM=options.norm,
+            HAS_END=d_end is not None,
+            KEEP_START=start is not None,
+            num_warps=8,
+        )

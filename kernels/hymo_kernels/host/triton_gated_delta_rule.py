@@ -1,5 +1,9 @@
-"""The gated delta rule on NVIDIA GPUs: what is launched, on how many programs, and with which tiles."""
+"""The gated delta rule on NVIDIA GPUs: what is launched, on how many programs, and with which tiles.
 
+Narrow heads have kernels of their own: `narrow_gated_delta_rule`.
+"""
+
+import functools
 import importlib.util
 import itertools
 from typing import Any, NamedTuple
@@ -8,8 +12,8 @@ import torch
 from torch import Tensor
 
 from hymo_kernels.host import hopper_gated_delta_rule as hopper
+from hymo_kernels.host import narrow_gated_delta_rule as narrow
 from hymo_kernels.host.gated_delta_call import (
-    CHUNK,
     FORGOTTEN,
     FP32_FORGOTTEN,
     STATIC,
@@ -17,7 +21,10 @@ from hymo_kernels.host.gated_delta_call import (
     Options,
     Prepared,
     Shape,
+    aligned,
+    backward_outputs,
     multiprocessors,
+    over_groups,
     shape_of,
 )
 from hymo_kernels.primitive import define, differentiable
@@ -48,12 +55,11 @@ class Plan(NamedTuple):
 
 
 PLANS: dict[int, Plan] = {
-    32: Plan(Tiles(0, 4, 1), Tiles(32, 4, 2), Tiles(32, 4, 2), Tiles(32, 4, 2), Tiles(32, 4, 1)),
     64: Plan(Tiles(0, 4, 1), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 4, 1)),
     128: Plan(Tiles(0, 4, 1), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 4, 2), Tiles(64, 8, 1)),
     256: Plan(Tiles(0, 4, 1, 128), Tiles(64, 8, 1, 64), Tiles(64, 8, 1, 64), Tiles(64, 8, 1, 64), Tiles(64, 8, 1, 64)),
 }
-"""By key width, rounded up; 16-bit numbers. Entries to 128 were proven one by one on an H200, 256 is not measured.
+"""By key width, rounded up; 16-bit numbers. Every entry was proven on an H200.
 
 Not every tiling is right: Triton 3.6 makes code from some others (value tiles of 32 with 4 warps at width 128) that
 reads out of bounds or gives NaN. `tests/kernels/test_triton.py` runs every entry against the definition.
@@ -65,7 +71,7 @@ FP32_PLANS: dict[int, Plan] = {
     128: Plan(Tiles(0, 4, 1, 32), Tiles(16, 4, 1, 64), Tiles(16, 4, 1, 64), Tiles(16, 4, 1, 64), Tiles(32, 4, 1, 32)),
     256: Plan(Tiles(0, 4, 1, 32), Tiles(16, 4, 1, 64), Tiles(16, 4, 1, 64), Tiles(16, 4, 1, 64), Tiles(32, 4, 1, 32)),
 }
-"""The same of fp32 numbers; not measured."""
+"""The same of fp32 numbers. 32 and 64 were proven on an H200; 128 and 256 are compiled and interpreted only."""
 
 WIDEST = 256
 
@@ -111,11 +117,6 @@ def _tiles(shape: Shape, tiles: Tiles) -> int:
     return -(-shape.v // tiles.block_v)
 
 
-def _aligned(x: Tensor) -> Tensor:
-    # Offsets inside a chunk are 32 bits wide.
-    return x if x.stride(-1) == 1 and CHUNK * x.stride(1) < 2**31 else x.contiguous()
-
-
 def _cut(shape: Shape, tiles: Tiles, dtype: torch.dtype, options: Options) -> dict[str, Any]:
     return {
         "H": shape.h,
@@ -155,7 +156,7 @@ def forward(
     from hymo_kernels.device.prepare import prepare_kernel
 
     options = Options(*static)
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
+    q, k, v = aligned(q), aligned(k), aligned(v)
     shape = shape_of(q, v, cu_seqlens)
     o, end, *rest = _forward_outputs(q, k, v, cu_seqlens, options)
     made = Prepared(*rest)
@@ -307,9 +308,9 @@ def backward(
 
     options = Options(*static)
     kept = Prepared(inverse, attention, total, segment, strength, q_unit, k_unit, forget)
-    q, k, v, do = _aligned(q), _aligned(k), _aligned(v), _aligned(do)
+    q, k, v, do = aligned(q), aligned(k), aligned(v), aligned(do)
     shape = shape_of(q, v, cu_seqlens)
-    grads = Gradients(*_backward_outputs(q, k, v, start, cu_seqlens))
+    grads = Gradients(*backward_outputs(q, k, v, start, cu_seqlens))
     if shape.t == 0:
         if start is not None:
             grads.start.copy_(d_end) if d_end is not None else grads.start.zero_()
@@ -436,83 +437,79 @@ def _pieces(
     """The same as `_chunks`, some key features at a time."""
     from hymo_kernels.device.wide_backward import wide_chunk_kernel
 
-    one_head_each = shape.h == shape.hv
-    new = q.new_zeros if shape.packed else q.new_empty
-    like_v = (shape.b, shape.t, shape.hv, shape.k)
-    dq, dk = (grads.q, grads.k) if one_head_each else (new(like_v), new(like_v))
-    wide_chunk_kernel[(shape.b * shape.slots * shape.hv,)](
-        q,
-        k,
-        v,
-        do,
-        kept.inverse,
-        *kept[2:-1],
-        states,
-        d_states,
-        dq,
-        dk,
-        *grads[2:5],
-        torch.empty_like(grads.v),
-        bounds,
-        options.scale,
-        *q.stride()[:3],
-        *k.stride()[:3],
-        *v.stride()[:3],
-        *do.stride()[:3],
-        shape.t,
-        shape.slots,
-        shape.sequences,
-        **_cut(shape, tiles, q.dtype, options),
-        **_columns(shape, tiles),
-        NORM=options.norm,
-    )
-    if not one_head_each:
-        grouped = (shape.b, shape.t, shape.h, shape.hv // shape.h, shape.k)
-        torch.sum(dq.view(grouped), 3, out=grads.q)
-        torch.sum(dk.view(grouped), 3, out=grads.k)
-
-
-def _backward_outputs(
-    q: Tensor, k: Tensor, v: Tensor, start: Tensor | None, cu_seqlens: Tensor | None
-) -> tuple[Tensor, ...]:
-    shape = shape_of(q, v, cu_seqlens)
-    b, t, h, hv = shape[:4]
-
-    def new(*size: int | torch.SymInt, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.empty(size, dtype=dtype, device=q.device)
-
-    return (
-        new(b, t, h, shape.k, dtype=q.dtype),
-        new(b, t, h, shape.k, dtype=k.dtype),
-        new(b, t, hv, shape.v, dtype=v.dtype),
-        new(b, t, hv),
-        new(b, t, hv),
-        new(*start.shape) if start is not None else new(b, 0),
-    )
+    with over_groups(grads, shape) as (dq, dk):
+        wide_chunk_kernel[(shape.b * shape.slots * shape.hv,)](
+            q,
+            k,
+            v,
+            do,
+            kept.inverse,
+            *kept[2:-1],
+            states,
+            d_states,
+            dq,
+            dk,
+            *grads[2:5],
+            torch.empty_like(grads.v),
+            bounds,
+            options.scale,
+            *q.stride()[:3],
+            *k.stride()[:3],
+            *v.stride()[:3],
+            *do.stride()[:3],
+            shape.t,
+            shape.slots,
+            shape.sequences,
+            **_cut(shape, tiles, q.dtype, options),
+            **_columns(shape, tiles),
+            NORM=options.norm,
+        )
 
 
 INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor? g, Tensor beta, Tensor? A_log, Tensor? dt_bias, Tensor? start, "
     "Tensor? cu_seqlens"
 )
-MADE = ", ".join(f"Tensor {name}" for name in Prepared._fields)
-FORWARD = define(
-    f"gated_delta_forward({INPUTS}, {STATIC}) -> ({', '.join(['Tensor'] * 10)})",
-    fake=lambda q, k, v, g, beta, A_log, dt_bias, start, cu_seqlens, *static: _forward_outputs(
-        q, k, v, cu_seqlens, Options(*static)
-    ),
-    cuda=forward,
-)
-BACKWARD = define(
-    "gated_delta_backward(Tensor q, Tensor k, Tensor v, Tensor? start, Tensor? cu_seqlens, "
-    f"{MADE}, Tensor do, Tensor? d_end, bool only_start, {STATIC}) -> ({', '.join(['Tensor'] * 6)})",
-    fake=lambda q, k, v, start, cu_seqlens, *others: _backward_outputs(q, k, v, start, cu_seqlens),
-    cuda=backward,
-)
+
+
+class Ops(NamedTuple):
+    """The two opaque operations of one kind of kernels, and how many tensors the one leaves to the other."""
+
+    forward: Any
+    backward: Any
+    kept: int
+
+
+def _ops(name: str, forward: Any, backward: Any, outputs: Any, kept: tuple[str, ...]) -> Ops:
+    left = ", ".join(f"Tensor {each}" for each in kept)
+    return Ops(
+        define(
+            f"{name}_forward({INPUTS}, {STATIC}) -> ({', '.join(['Tensor'] * (2 + len(kept)))})",
+            fake=lambda q, k, v, g, beta, A_log, dt_bias, start, cu_seqlens, *static: outputs(
+                q, k, v, cu_seqlens, Options(*static)
+            ),
+            cuda=forward,
+        ),
+        define(
+            f"{name}_backward(Tensor q, Tensor k, Tensor v, Tensor? start, Tensor? cu_seqlens, "
+            f"{left}, Tensor do, Tensor? d_end, bool only_start, {STATIC}) -> ({', '.join(['Tensor'] * 6)})",
+            fake=lambda q, k, v, start, cu_seqlens, *others: backward_outputs(q, k, v, start, cu_seqlens),
+            cuda=backward,
+        ),
+        len(kept),
+    )
+
+
+OPS = {
+    False: _ops("gated_delta", forward, backward, _forward_outputs, Prepared._fields),
+    True: _ops("narrow_gated_delta", narrow.forward, narrow.backward, narrow.forward_outputs, narrow.Kept._fields),
+}
+"""By whether the heads are narrow."""
 ARGUMENTS = 9 + len(Options._fields)
 
 
 def _gradients(
+    is_narrow: bool,
     needs: tuple[bool, ...],
     arguments: tuple[Any, ...],
     outputs: tuple[Tensor | None, ...],
@@ -522,7 +519,8 @@ def _gradients(
     options = Options(*arguments[9:])
     do = torch.zeros_like(v) if grads[0] is None else grads[0]
     only_start = not any(needs[:7])
-    found = Gradients(*BACKWARD(q, k, v, start, cu_seqlens, *outputs[2:], do, grads[1], only_start, *options))
+    rest = (*outputs[2:], do, grads[1], only_start, *options)
+    found = Gradients(*OPS[is_narrow].backward(q, k, v, start, cu_seqlens, *rest))
     dg, d_beta, d_rate, d_bias = through_gates(found, g, beta, A_log, dt_bias, options)
     return (
         found.q,
@@ -561,16 +559,24 @@ def through_gates(
     return None if g is None else d_raw.to(g.dtype), d_beta, d_rate, d_bias
 
 
-def _rule(shared: tuple[int, ...]) -> Any:
+def _rule(is_narrow: bool, shared: tuple[int, ...]) -> Any:
     def gated_delta_rule(*arguments: Any) -> Any:
-        return FORWARD(*arguments)
+        return OPS[is_narrow].forward(*arguments)
 
-    saved = (*range(9), *range(ARGUMENTS + 2, ARGUMENTS + 2 + len(Prepared._fields)))
-    return differentiable(gated_delta_rule, _gradients, save=saved, shared=shared, residuals=len(Prepared._fields))
+    kept = OPS[is_narrow].kept
+    saved = (*range(9), *range(ARGUMENTS + 2, ARGUMENTS + 2 + kept))
+    gradients = functools.partial(_gradients, is_narrow)
+    return differentiable(gated_delta_rule, gradients, save=saved, shared=shared, residuals=kept)
 
 
-# By which of A_log, dt_bias and cu_seqlens are given. Made here: a class cannot be made while a call is traced.
-_RULES = {shared: _rule(shared) for count in range(4) for shared in itertools.combinations((5, 6, 8), count)}
+# By the kind of kernels, and which of A_log, dt_bias and cu_seqlens are given. Made here: a class cannot be made while
+# a call is traced.
+_RULES = {
+    (is_narrow, shared): _rule(is_narrow, shared)
+    for is_narrow in OPS
+    for count in range(4)
+    for shared in itertools.combinations((5, 6, 8), count)
+}
 
 
 def triton_gated_delta_rule(
@@ -588,5 +594,5 @@ def triton_gated_delta_rule(
 ) -> tuple[Tensor, Tensor]:
     """Read-outs and final states; an empty tensor for these unless `options.keep_end`."""
     shared = tuple(i for i, x in ((5, A_log), (6, dt_bias), (8, cu_seqlens)) if x is not None)
-    o, end = _RULES[shared](q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options)
+    o, end = _RULES[narrow.serves(q, v), shared](q, k, v, g, beta, A_log, dt_bias, initial_state, cu_seqlens, *options)
     return o, end
