@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hymo import tree
-from hymo_kernels.primitive import define
+from hymo_kernels.primitive import define, tell_inductor
 
 Compile = Literal["inductor", "aot_eager", "none"]
 R = TypeVar("R")
@@ -142,6 +142,8 @@ def _compiled(
     def program(leaves: list[Tensor]) -> list[Tensor]:
         raised.clear()
         try:
+            if backend == "inductor":
+                tell_inductor()
             results: list[Tensor] = graph(leaves)
             return leaves[:donated] + results
         except Exception:

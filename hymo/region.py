@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hymo import tree
 from hymo.jit import Compile
-from hymo_kernels.primitive import define, differentiable
+from hymo_kernels.primitive import define, differentiable, tell_inductor
 
 R = TypeVar("R")
 Run = Callable[[list[Tensor]], Sequence[Tensor]]
@@ -98,6 +98,8 @@ def _build(pure: Callable[..., Any], signature: Any, compile: Compile) -> Progra
     number = next(_number)
     forward = _operation(f"region_{number}", run_forward, inputs, made)
     backward = _operation(f"region_{number}_backward", run_backward, received, found)
+    if compile == "inductor":
+        tell_inductor()
 
     def region(*leaves: Tensor) -> tuple[Tensor, ...]:
         return tuple(forward(list(leaves)))

@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 
 LIBRARY = torch.library.Library("hymo", "DEF")  # type: ignore[no-untyped-call]
+OPERATIONS: list[Any] = []
+"""All raw ops that have been defined."""
 
 Outputs = tuple[Tensor, ...]
 Forward = Callable[..., Tensor | Outputs]
@@ -53,12 +55,26 @@ def define(
     LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"hymo::{name}", fake, lib=LIBRARY)
     op: Callable[..., Any] = getattr(torch.ops.hymo, name).default
+    OPERATIONS.append(op)
 
     def batched(info: Any, dims: Any, *arguments: Any) -> Any:
         return _one_by_one(op, info, dims, arguments)
 
     torch.library.register_vmap(f"hymo::{name}", vmap or batched, lib=LIBRARY)
     return op
+
+
+def tell_inductor() -> None:
+    """Tells inductor that it calls the raw ops as they are.
+
+    Untold it finds out, but first writes down what an op is given, and what that was given, and so on (torch 2.11): for
+    a model of 32 layers it does not come to an end.
+    """
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    for op in OPERATIONS:
+        if op not in lowerings:
+            make_fallback(op, warn=False)
 
 
 def differentiable(
