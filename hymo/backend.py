@@ -28,6 +28,7 @@ class Backend(NamedTuple):
         cross_entropy: the loss of a vocabulary head, `hymo_kernels.linear_cross_entropy`.
         gather: (parameters of a block, their specs) -> the parameters its layers use.
         region: a function that is called many times -> the function to call in its place, `hymo.region.region`.
+        stacked: elements of a parameter up to which it is updated in a stack with those of its shape and role.
     """
 
     scan: Callable[..., tuple[Tensor, Tensor | None]]
@@ -37,6 +38,7 @@ class Backend(NamedTuple):
     cross_entropy: Callable[..., Tensor]
     gather: Callable[[Any, Any], Any]
     region: Callable[[Any], Any]
+    stacked: int
 
 
 def keep(params: Any, spec: Any) -> Any:
@@ -49,6 +51,9 @@ def inline(pure: Any) -> Any:
     return pure
 
 
+STACKED = 2**21
+"""Elements of a parameter whose copies do not count: of v1.0 the matrices, not the experts."""
+
 LOGIT_BYTES, GPU_LOGIT_BYTES = 2**22, 2**30
 """Logits that exist at once: pieces that fit a CPU's cache, and pieces large enough to fill a GPU."""
 
@@ -60,6 +65,7 @@ EAGER = Backend(
     cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=LOGIT_BYTES),
     gather=keep,
     region=inline,
+    stacked=0,
 )
 """Plain PyTorch, on any device, in the dtype of the parameters; its logits come in pieces for a CPU."""
 
@@ -107,7 +113,7 @@ def choose_backend(training: TrainingConfig, device: torch.device | str) -> Back
         on_gpu = {"auto": AUTO, "triton": TRITON, "eager": EAGER_ON_GPU}
         backend = on_gpu["eager" if missing else training.backend]
         if training.compile == "inductor":
-            backend = backend._replace(region=partial(region, compile="inductor"))
+            backend = backend._replace(region=partial(region, compile="inductor"), stacked=STACKED)
     return with_compute_dtype(backend, getattr(torch, training.precision))
 
 

@@ -84,10 +84,11 @@ def gather_params(params: Any, spec: Any, *, dtype: torch.dtype, ranks: Ranks) -
 
 def sharded_backend(backend: Backend, dtype: torch.dtype, ranks: Ranks) -> Backend:
     """`backend` for parameters of which each rank has its shards, its layers computing in `dtype`."""
-    if ranks.shards == 1:
+    if ranks.world == 1:
         return backend
-    # The messages of a layer stay in the program around it, which can move them.
-    return backend._replace(gather=partial(gather_params, dtype=dtype, ranks=ranks), region=inline)
+    # The messages of a layer stay in the program around it, and the work on matrices is dealt to ranks one by one.
+    backend = backend._replace(region=inline, stacked=0)
+    return backend if ranks.shards == 1 else backend._replace(gather=partial(gather_params, dtype=dtype, ranks=ranks))
 
 
 def whole_params(params: ModelParams, spec: ModelParams, ranks: Ranks) -> ModelParams:

@@ -19,9 +19,6 @@ from hymo.optim import GradientTransform, apply_updates, build_schedule, clip, l
 from hymo.optim.stacks import Stacks, everywhere
 from hymo.params import partition
 
-STACKED = 2**21
-"""Elements of a leaf up to which it is moved in a stack of its like: matrices, not experts, of v1.0."""
-
 
 class TrainState(NamedTuple):
     """All that training carries from step to step; what is checkpointed.
@@ -136,8 +133,7 @@ def train_step(
     """
     grads, value, losses = gradients(state.params, batch, cfg=cfg, spec=spec, backend=backend, ranks=ranks)
     trainable, buffers = partition(spec, state.params)
-    # Hundreds of leaves, most of them small, are a few stacks; a rank's shards are moved as they are.
-    stacks = Stacks(spec, largest=STACKED if ranks.world == 1 else 0)
+    stacks = Stacks(spec, largest=backend.stacked)
     grads, trainable = stacks.join(grads), stacks.join(trainable)
     moments = everywhere(stacks.join, state.optimizer, ModelParams)
     norm = ranks.norm(grads)
