@@ -19,6 +19,7 @@ from hymo.layers.mla import MlaParams, MlaState, mla, mla_spec, mla_state
 from hymo.layers.moe import Load, MoeParams, moe, moe_spec
 from hymo.layers.mtp import MtpParams, mtp_spec
 from hymo.layers.norm import rms_norm
+from hymo.layers.rope import Rotary, rotary
 from hymo.params import constant, declare, embed, normal_fan_in, vector
 
 
@@ -120,11 +121,17 @@ def trunk(
     """
     layers: list[GdnState | MlaState] = []
     loads: list[Load] = []
+    # By whether a layer attends. Every layer computing them would spend more on angles than on what it rotates.
+    angles = {
+        attends: rotary(position, dims=dims, theta=cfg.rope_theta)
+        for attends, dims in ((True, cfg.qk_rope_head_dim), (False, cfg.gdn_rope_dim))
+    }
     for i, stored in enumerate(params.blocks):
-        layer = _layer(cfg, i in cfg.mla_layers, backend, capacity)
+        attends = i in cfg.mla_layers
+        layer = _layer(cfg, attends, backend, capacity)
         if state is None:
             layer = backend.region(layer)
-        x, load, after = layer(stored, x, position, state.layers[i] if state else ())
+        x, load, after = layer(stored, x, position, angles[attends], state.layers[i] if state else ())
         layers += [after] if after else []
         loads += [load] if load else []
     return Trunk(x, tuple(layers), tuple(loads))
@@ -132,15 +139,19 @@ def trunk(
 
 @functools.cache
 def _layer(cfg: ModelConfig, attends: bool, backend: Backend, capacity: int | None) -> Callable[..., Any]:
-    """What all layers of a kind do: from stored parameters, the stream, positions and the state before or `()` to the
-    stream, the experts' load or `()`, and the state after or `()`."""
+    """What all layers of a kind do: from stored parameters, the stream, positions, their angles and the state before or
+    `()` to the stream, the experts' load or `()`, and the state after or `()`."""
     spec = next(each for i, each in enumerate(model_spec(cfg).blocks) if (i in cfg.mla_layers) == attends)
     mixer: Any = mla if attends else gdn
 
-    def layer(stored: Block, x: Tensor, position: Tensor, before: Any) -> tuple[Tensor, Any, Any]:
+    def layer(
+        stored: Block, x: Tensor, position: Tensor, angles: Rotary, before: Any
+    ) -> tuple[Tensor, Load | tuple[()], Any]:
         p = backend.gather(stored, spec)
         normed = rms_norm(x, p.mixer_norm, eps=cfg.norm_eps)
-        y, after = mixer(p.mixer, normed, cfg=cfg, position=position, backend=backend, state=before or None)
+        y, after = mixer(
+            p.mixer, normed, cfg=cfg, position=position, angles=angles, backend=backend, state=before or None
+        )
         x = x + y
         load: Load | tuple[()] = ()
         if isinstance(p.ffn, MoeParams):

@@ -61,8 +61,8 @@ def region(pure: Callable[..., R], *, compile: Compile) -> Callable[..., R]:
     """`pure` as one operation of the program that calls it; ask for it with one and the same function every time.
 
     Args:
-        pure: a function of trees of tensors that returns a tree of tensors; every floating-point leaf may want a
-            gradient. Closures are constants.
+        pure: a function of trees of tensors that returns a tree of tensors, none of them a view of an argument; every
+            floating-point leaf may want a gradient. Closures are constants.
         compile: as in `jit`; `none` is `pure` itself.
     """
     programs: dict[Any, Program] = {}
@@ -135,7 +135,8 @@ def _halves(pure: Callable[..., Any], inputs: list[Tensor], structure: Any) -> H
     def flat(*leaves: Tensor) -> tuple[Tensor, ...]:
         results, found = tree.flatten(pure(*tree.unflatten(list(leaves), structure)))
         of_result[:] = [found]
-        return tuple(results)
+        own = {id(leaf) for leaf in leaves}
+        return tuple(x.clone() if id(x) in own else x for x in results)
 
     moving = tuple(i for i, x in enumerate(flat(*inputs)) if x.requires_grad)
     outputs = of_result[0].num_leaves
@@ -216,21 +217,20 @@ def _like(x: Tensor) -> Tensor:
 
 def _operation(name: str, run: Run, given: list[Tensor], made: list[Any]) -> Callable[..., list[Tensor]]:
     """A compiled graph as a raw op, from tensors like those given to tensors like those made, less what is None."""
+    strides = [x.stride() for x in given]
+    likes = [(i, x) for i, x in enumerate(made) if x is not None]
+    copied: list[bool] = []
 
     def operation(inputs: list[Tensor]) -> list[Tensor]:
         placed = [
-            x if x.stride() == like.stride() else _like_but(x, like) for x, like in zip(inputs, given, strict=True)
+            x if x.stride() == stride else _placed(x, like)
+            for x, stride, like in zip(inputs, strides, given, strict=True)
         ]
-        # A result that shares memory with another tensor would be written over when that is free again.
-        taken = {x.untyped_storage().data_ptr() for x in inputs}
-        outputs = []
-        for x, like in zip(run(placed), made, strict=True):
-            if like is None:
-                continue
-            own = x.untyped_storage().data_ptr()
-            outputs.append(_like_but(x, like) if own in taken or x.stride() != like.stride() else x)
-            taken.add(own)
-        return outputs
+        found = run(placed)
+        outputs = [(found[i], like) for i, like in likes]
+        if not copied:
+            copied.extend(_to_copy(inputs, outputs))
+        return [_placed(x, like) if copy else x for (x, like), copy in zip(outputs, copied, strict=True)]
 
     def fake(inputs: list[Tensor]) -> list[Tensor]:
         return [_like(x) for x in made if x is not None]
@@ -238,6 +238,17 @@ def _operation(name: str, run: Run, given: list[Tensor], made: list[Any]) -> Cal
     return define(f"{name}(Tensor[] inputs) -> Tensor[]", fake=fake, cpu=operation, cuda=operation)
 
 
-def _like_but(x: Tensor, like: Tensor) -> Tensor:
+def _placed(x: Tensor, like: Tensor) -> Tensor:
     """The same numbers, placed as in another tensor."""
     return torch.empty_strided(like.shape, like.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def _to_copy(inputs: list[Tensor], outputs: list[tuple[Tensor, Tensor]]) -> list[bool]:
+    """Which results are not placed as promised, or share memory with another tensor, which is another one's later."""
+    taken = {x.untyped_storage().data_ptr() for x in inputs}
+    copied = []
+    for x, like in outputs:
+        own = x.untyped_storage().data_ptr()
+        copied.append(own in taken or x.stride() != like.stride())
+        taken.add(own)
+    return copied

@@ -12,7 +12,7 @@ from torch import Tensor
 from hymo.backend import EAGER, Backend
 from hymo.config import ModelConfig
 from hymo.layers.norm import gated_rms_norm
-from hymo.layers.rope import rotate
+from hymo.layers.rope import Rotary, rotary, rotate
 from hymo.params import constant, declare, gate, matrix, power, uniform_fan_in, vector
 
 
@@ -90,6 +90,7 @@ def gdn(
     *,
     cfg: ModelConfig,
     position: Int[Tensor, "b t"],
+    angles: Rotary | None = None,
     backend: Backend = EAGER,
     state: GdnState | None = None,
 ) -> tuple[Float[Tensor, "b t {cfg.dim}"], GdnState | None]:
@@ -101,6 +102,7 @@ def gdn(
 
     Args:
         position: index of each token in its document; 0 resets memory and convolution.
+        angles: of its `gdn_rope_dim` features, if they are known.
         state: what came before the first token, in a dtype of its own, which it keeps; None trains from the start of
             a sequence and returns no state.
 
@@ -120,7 +122,8 @@ def gdn(
     q, k, v = torch.split(qkv, [key_features, key_features, value_features], dim=-1)
     q, k = (rearrange(y, "b t (g k) -> b t g k", k=cfg.gdn_key_dim) for y in (q, k))
     v = rearrange(v, "b t (h v) -> b t h v", v=cfg.gdn_value_dim)
-    q, k = (rotate(y, position, dims=cfg.gdn_rope_dim, theta=cfg.rope_theta) for y in (q, k))
+    angles = angles or rotary(position, dims=cfg.gdn_rope_dim, theta=cfg.rope_theta)
+    q, k = rotate(q, angles), rotate(k, angles)
 
     recur = _add if cfg.gdn_rule == "gated_linear" else _write
     o, memory = recur(p, x, q, k, v, cfg=cfg, position=position, backend=backend, state=state)

@@ -10,7 +10,7 @@ from torch import Tensor
 from hymo.backend import EAGER, Backend
 from hymo.config import ModelConfig
 from hymo.layers.norm import rms_norm
-from hymo.layers.rope import rotate
+from hymo.layers.rope import Rotary, rotary, rotate
 from hymo.params import constant, declare, matrix, vector
 from hymo_kernels import naive_document_attention
 
@@ -67,6 +67,7 @@ def mla(
     *,
     cfg: ModelConfig,
     position: Int[Tensor, "b t"],
+    angles: Rotary | None = None,
     backend: Backend = EAGER,
     state: MlaState | None = None,
 ) -> tuple[Float[Tensor, "b t {cfg.dim}"], MlaState | None]:
@@ -81,6 +82,7 @@ def mla(
 
     Args:
         position: index of each token in its document.
+        angles: of its `qk_rope_head_dim` features, if they are known.
         state: the cache before the first token, in a dtype of its own, which it keeps; None attends within `x` and
             returns no state.
 
@@ -90,9 +92,10 @@ def mla(
     scale = (nope + rope) ** -0.5
     q = rearrange(rms_norm(x @ p.q_down, p.q_norm, eps=cfg.norm_eps) @ p.q_up, "b t (h k) -> b t h k", h=cfg.n_heads)
     q_nope, q_rope = torch.split(q, [nope, rope], dim=-1)
-    q_rope = rotate(q_rope, position, dims=rope, theta=cfg.rope_theta)
+    angles = angles or rotary(position, dims=rope, theta=cfg.rope_theta)
+    q_rope = rotate(q_rope, angles)
     latent = rms_norm(x @ p.kv_down, p.kv_norm, eps=cfg.norm_eps)
-    k_rope = rotate((x @ p.k_rope)[:, :, None], position, dims=rope, theta=cfg.rope_theta)[:, :, 0]
+    k_rope = rotate((x @ p.k_rope)[:, :, None], angles)[:, :, 0]
 
     if state is None:
         k_nope, v = (rearrange(latent @ up, "b t (g k) -> b t g k", g=cfg.n_kv_groups) for up in (p.k_up, p.v_up))

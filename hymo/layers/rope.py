@@ -1,29 +1,43 @@
 """Rotary positions, from the positions themselves: no table is kept, so there is none to be too short or too coarse."""
 
+from typing import NamedTuple
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
 
-def rotate(
-    x: Float[Tensor, "b t h k"], position: Int[Tensor, "b t"], *, dims: int, theta: float
-) -> Float[Tensor, "b t h k"]:
-    """Rotates the first `dims` features of every head by angles `position * theta^(-2i/dims)`; the rest pass.
+class Rotary(NamedTuple):
+    """Cosines and sines of the angles of every token's pairs of features; they carry no gradient."""
 
-    Feature i is paired with i + dims/2. Angles and rotation are fp32: bf16 merges neighbouring positions beyond 256.
+    cos: Float[Tensor, "b t 1 i"]
+    sin: Float[Tensor, "b t 1 i"]
+
+
+def rotary(position: Int[Tensor, "b t"], *, dims: int, theta: float) -> Rotary:
+    """The angles `position * theta^(-2i/dims)`, in fp32: bf16 merges neighbouring positions beyond 256.
 
     Args:
         position: index of the token in its document.
-        dims: even number of rotated features, at most k.
+        dims: even number of rotated features.
         theta: base of the wavelengths, in positions.
+    """
+    frequency = theta ** (-torch.arange(0, dims, 2, device=position.device, dtype=torch.float32) / max(dims, 1))
+    angle = position[..., None, None].float() * frequency
+    return Rotary(angle.cos(), angle.sin())
+
+
+def rotate(x: Float[Tensor, "b t h k"], by: Rotary) -> Float[Tensor, "b t h k"]:
+    """Rotates the first features of every head, as many as there are angles for, in fp32; the rest pass.
+
+    Feature i is paired with i + dims/2.
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
-    if dims == 0:
+    half = by.cos.shape[-1]
+    if half == 0:
         return x
-    frequency = theta ** (-torch.arange(0, dims, 2, device=x.device, dtype=torch.float32) / dims)
-    angle = position[..., None, None].float() * frequency
-    cos, sin = angle.cos(), angle.sin()
-    first, second, rest = torch.split(x, [dims // 2, dims // 2, x.shape[-1] - dims], dim=-1)
+    cos, sin = by.cos.detach(), by.sin.detach()
+    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
     a, b = first.float(), second.float()
     return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)

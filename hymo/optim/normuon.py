@@ -158,7 +158,8 @@ def by_shape(f: Direction, first: Sequence[Tensor], second: Sequence[Tensor]) ->
     done: dict[int, tuple[Tensor, Tensor]] = {}
     for indices in members.values():
         if len(indices) == 1:
-            done[indices[0]] = f(first[indices[0]], second[indices[0]])
+            left, right = f(first[indices[0]][None], second[indices[0]][None])
+            done[indices[0]] = left[0], right[0]
             continue
         left, right = f(stack([first[i] for i in indices]), stack([second[i] for i in indices]))
         done |= zip(indices, zip(unstack(left), unstack(right), strict=True), strict=True)

@@ -26,7 +26,10 @@ def _stack_mapped(info: Any, dims: Any, parts: list[Tensor]) -> tuple[Tensor, in
 
 
 def _parts(x: Tensor) -> list[Tensor]:
-    return [part.clone(memory_format=torch.contiguous_format) for part in x.unbind()]
+    parts = [x.new_empty(x.shape[1:]) for _ in range(x.shape[0])]
+    # One launch for many, where a copy of each would be a launch of its own.
+    torch._foreach_copy_(parts, list(x.unbind()))
+    return parts
 
 
 def _unstack_mapped(info: Any, dims: Any, x: Tensor) -> tuple[list[Tensor], list[int]]:

@@ -74,7 +74,7 @@ def tell_inductor() -> None:
 
     for op in OPERATIONS:
         if op not in lowerings:
-            make_fallback(op, warn=False)
+            make_fallback(op, warn=False)  # type: ignore[no-untyped-call]
 
 
 def differentiable(

@@ -1,0 +1,130 @@
+"""A region is its function: the same values and gradients, traced and compiled once for all calls of one signature."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from hymo import tree
+from hymo.backend import EAGER
+from hymo.jit import jit
+from hymo.region import region
+from tests.configs import micro_batches, setup, tiny_config
+
+WAYS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)]
+
+
+def inputs(layers: int = 3) -> tuple[list[dict[str, Tensor]], Tensor]:
+    draw = torch.Generator().manual_seed(0)
+
+    def layer() -> dict[str, Tensor]:
+        return {
+            "w": torch.randn(8, 8, generator=draw) / 3,
+            "scale": torch.randn(8, generator=draw),
+            "unused": torch.randn(2, generator=draw),
+        }
+
+    return [layer() for _ in range(layers)], torch.randn(2, 4, 8, generator=draw)
+
+
+def block(p: dict[str, Tensor], x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A residual layer with views of its arguments, a count that has no gradient, and an argument handed back."""
+    left, right = torch.split(x @ p["w"].mT, 4, dim=-1)
+    y = torch.cat([torch.tanh(left) * right.transpose(0, 1).transpose(0, 1), right], dim=-1) * p["scale"]
+    return x + y * (position > 0)[..., None], (x > 0).sum(), p["scale"]
+
+
+def descend(run: Callable[..., Any], layers: list[dict[str, Tensor]], x: Tensor) -> tuple[Any, Any]:
+    """Gradients with respect to everything, and the value, through all layers."""
+    position = torch.arange(4).expand(2, 4)
+
+    def loss(layers: list[dict[str, Tensor]], x: Tensor) -> tuple[Tensor, Tensor]:
+        count, scales = torch.zeros((), dtype=torch.int64), torch.zeros(())
+        for p in layers:
+            x, found, scale = run(p, x, position)
+            count, scales = count + found, scales + scale.sum()
+        return x.square().sum() + scales, count
+
+    return torch.func.grad_and_value(loss, argnums=(0, 1), has_aux=True)(layers, x)
+
+
+@pytest.mark.parametrize("around", ["none", "aot_eager"])
+@pytest.mark.parametrize("compile", WAYS)
+def test_a_region_has_the_values_and_gradients_of_its_function(compile: Any, around: Any) -> None:
+    layers, x = inputs()
+    want = descend(block, layers, x)
+    got = jit(partial(descend, region(block, compile=compile)), compile=around)(layers, x)
+    for a, b in zip(tree_leaves(got), tree_leaves(want), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_it_is_traced_once_for_all_layers() -> None:
+    traced = []
+
+    def counted(p: dict[str, Tensor], x: Tensor, position: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        traced.append(x.shape)
+        return block(p, x, position)
+
+    run = region(counted, compile="aot_eager")
+    descend(run, *inputs(2))
+    once = len(traced)
+    descend(run, *inputs(9))
+    jit(partial(descend, run), compile="aot_eager")(*inputs(5))
+    assert len(traced) == once > 0
+    layers, x = inputs()
+    descend(run, layers, torch.cat([x, x], dim=-2)[:, :4].contiguous())
+    assert len(traced) == once
+    assert region(counted, compile="aot_eager") is run
+    assert region(counted, compile="none") is counted
+
+
+def test_results_own_their_memory() -> None:
+    layers, x = inputs(1)
+    y, _, scale = region(block, compile="aot_eager")(layers[0], x, torch.arange(4).expand(2, 4))
+    assert torch.equal(scale, layers[0]["scale"])
+    owners = [t.untyped_storage().data_ptr() for t in (y, scale, x, *layers[0].values())]
+    assert len(set(owners)) == len(owners)
+
+
+def test_vmap_runs_it_for_every_sample() -> None:
+    layers, x = inputs(1)
+    position = torch.arange(4).expand(2, 4)
+    many = torch.stack([x, 2 * x, -x])
+    run = region(block, compile="aot_eager")
+    got = torch.func.vmap(lambda x: run(layers[0], x, position)[0])(many)
+    torch.testing.assert_close(got, torch.stack([block(layers[0], x, position)[0] for x in many]))
+
+
+def test_an_error_of_the_function_comes_out_as_it_is() -> None:
+    def wrong(x: Tensor) -> Tensor:
+        raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match="no such layer"):
+        region(wrong, compile="aot_eager")(torch.ones(2))
+
+
+@pytest.mark.parametrize("compile", WAYS)
+def test_a_step_of_regions_and_stacks_is_the_step(compile: Any) -> None:
+    parts = setup(tiny_config())
+    backends = {
+        "plain": EAGER,
+        "regions": EAGER._replace(region=partial(region, compile=compile)),
+        "stacks": EAGER._replace(stacked=2**21),
+    }
+    after = {}
+    for name, backend in backends.items():
+        state, losses = parts.state(), []
+        step = parts.step("none" if name != "regions" else compile, backend=backend)
+        for i in range(3):
+            state, metrics = step(state, micro_batches(parts.cfg, i))
+            losses.append((metrics.loss, metrics.grad_norm))
+        after[name] = losses, state
+    for name in ("regions", "stacks"):
+        torch.testing.assert_close(after[name][0], after["plain"][0], rtol=1e-4, atol=1e-5)
+        for path, x in tree.paths(after["plain"][1].params).items():
+            found = tree.paths(after[name][1].params)[path]
+            assert (found - x).norm() <= 1e-3 * x.norm() + 1e-6, (name, path)
