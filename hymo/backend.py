@@ -51,6 +51,9 @@ def inline(pure: Any) -> Any:
     return pure
 
 
+COMPILED = partial(region, compile="inductor")
+"""Layers of one kind are compiled once; a graph of all 32 layers of v1.0 was not compiled within 7 minutes."""
+
 STACKED = 2**21
 """Elements of a parameter whose copies do not count: of v1.0 the matrices, not the experts."""
 
@@ -113,7 +116,7 @@ def choose_backend(training: TrainingConfig, device: torch.device | str) -> Back
         on_gpu = {"auto": AUTO, "triton": TRITON, "eager": EAGER_ON_GPU}
         backend = on_gpu["eager" if missing else training.backend]
         if training.compile == "inductor":
-            backend = backend._replace(region=partial(region, compile="inductor"), stacked=STACKED)
+            backend = backend._replace(region=COMPILED, stacked=STACKED)
     return with_compute_dtype(backend, getattr(torch, training.precision))
 
 

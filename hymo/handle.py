@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hymo.backend import EAGER, Backend, choose_backend
+from hymo.backend import EAGER, Backend, choose_backend, inline
 from hymo.checkpoint import find_latest, load_params, read_meta
 from hymo.config import HyMoConfig, ModelConfig
 from hymo.config_yaml import load_config
@@ -94,7 +94,7 @@ def build_hymo(config: HyMoConfig, *, seed: int | None = None, device: torch.dev
     Raises:
         ValueError: if the backend is not available on the device.
     """
-    backend = choose_backend(config.training, device)
+    backend = _backend(config, device)
     seed = config.training.seed if seed is None else seed
     params = initialize(model_spec(config.model), seed, device=device)
     return HyMo(config.model, params, backend)
@@ -131,5 +131,10 @@ def open_run(folder: str | Path, overrides: Iterable[str] = (), *, device: torch
     if checkpoint is None:
         raise ValueError(f"run {root}: no complete checkpoint yet; training.save_interval says when there is one")
     params = load_params(checkpoint, model_spec(config.model), device=device)
-    model = HyMo(config.model, params, choose_backend(config.training, device))
+    model = HyMo(config.model, params, _backend(config, device))
     return Run(model, config, tokenizer, read_meta(checkpoint).step)
+
+
+def _backend(config: HyMoConfig, device: torch.device | str) -> Backend:
+    """That of training, without a compilation for every length of text that is asked about."""
+    return choose_backend(config.training, device)._replace(region=inline)

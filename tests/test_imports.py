@@ -20,7 +20,7 @@ ORDER = [
     ("hymo_kernels",),
     ("hymo.tree", "hymo.section", "hymo.chart"),
     ("hymo.params", "hymo.config", "hymo.jit", "hymo.footprint", "hymo.distributed", "hymo.interruption"),
-    ("hymo.config_yaml", "hymo.config_reference", "hymo.optim", "hymo.batch", "hymo.run_folder"),
+    ("hymo.region", "hymo.config_yaml", "hymo.config_reference", "hymo.optim", "hymo.batch", "hymo.run_folder"),
     ("hymo.tracker", "hymo.profiler"),
     ("hymo.backend", "hymo.data"),
     ("hymo.layers.norm", "hymo.layers.rope", "hymo.layers.feedforward"),

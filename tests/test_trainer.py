@@ -8,7 +8,7 @@ import torch
 from tiny_run import open_trainer, prepare, run_config
 
 from hymo import tree
-from hymo.backend import AUTO, EAGER_ON_GPU, TRITON, Backend, choose_backend, keep
+from hymo.backend import AUTO, COMPILED, EAGER_ON_GPU, STACKED, TRITON, Backend, choose_backend, inline, keep
 from hymo.batch import Batch
 from hymo.checkpoint import find_latest
 from hymo.config import TrainingConfig
@@ -339,9 +339,12 @@ def test_a_gpu_takes_kernels_unless_told_otherwise() -> None:
     pytest.importorskip("triton", reason="Triton is an extra")
 
     def chosen(**keys: Any) -> Backend:
-        return choose_backend(TrainingConfig(**{"precision": "bfloat16", **keys}), "cuda")._replace(gather=keep)
+        backend = choose_backend(TrainingConfig(**{"precision": "bfloat16", **keys}), "cuda")
+        compiled = keys.get("compile", "inductor") == "inductor"
+        assert (backend.region, backend.stacked) == ((COMPILED, STACKED) if compiled else (inline, 0))
+        return backend._replace(gather=keep, region=inline, stacked=0)
 
-    assert chosen() == chosen(precision="float32") == AUTO
+    assert chosen() == chosen(precision="float32") == chosen(compile="aot_eager") == AUTO
     assert chosen(backend="triton") == TRITON
     assert chosen(backend="eager") == chosen(backend="eager", precision="float32") == EAGER_ON_GPU
     with pytest.raises(ValueError, match=r"triton has no attention in training\.precision float32"):
