@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hymo import tree
-from hymo.backend import Backend, inline
+from hymo.backend import Backend
 from hymo.distributed import SHARDS, Ranks
 from hymo.model import ModelParams
 from hymo.params import COMPUTE_ROLES, ParamSpec, is_spec
@@ -86,8 +86,8 @@ def sharded_backend(backend: Backend, dtype: torch.dtype, ranks: Ranks) -> Backe
     """`backend` for parameters of which each rank has its shards, its layers computing in `dtype`."""
     if ranks.world == 1:
         return backend
-    # The messages of a layer stay in the program around it, and the work on matrices is dealt to ranks one by one.
-    backend = backend._replace(region=inline, stacked=0)
+    # The work on matrices is dealt to ranks one by one.
+    backend = backend._replace(stacked=0)
     return backend if ranks.shards == 1 else backend._replace(gather=partial(gather_params, dtype=dtype, ranks=ranks))
 
 

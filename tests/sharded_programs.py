@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import hymo.optim.normuon
 from hymo import tree
-from hymo.backend import EAGER
+from hymo.backend import EAGER, STACKED
 from hymo.batch import Batch, make_batch
 from hymo.config import HyMoConfig
 from hymo.distributed import ALONE, SHARDS, Ranks, joined
@@ -20,6 +20,7 @@ from hymo.loss import label_counts, loss
 from hymo.model import ModelParams
 from hymo.optim import build_optimizer
 from hymo.params import initialize, partition
+from hymo.region import region
 from hymo.sharding import placements, shard_params, sharded_backend, whole_params, whole_views
 from hymo.step import gradients, init_train_state, train_step
 
@@ -51,14 +52,29 @@ def whole(state: Any) -> dict[str, Tensor]:
     return {name: (leaf.full_tensor() if isinstance(leaf, DTensor) else leaf).clone() for name, leaf in leaves}
 
 
-def train(cfg: HyMoConfig, rows: int, *, steps: int, shards: int | None = None, compile: Compile = "none") -> Trained:
+def train(
+    cfg: HyMoConfig,
+    rows: int,
+    *,
+    steps: int,
+    shards: int | None = None,
+    compile: Compile = "none",
+    regions: Compile = "none",
+) -> Trained:
     """Some steps on the ranks that there are."""
     with joined("cpu", shards=shards) as (ranks, _):
-        return train_on(ranks, cfg, rows, steps=steps, compile=compile)
+        return train_on(ranks, cfg, rows, steps=steps, compile=compile, regions=regions)
 
 
 def train_on(
-    ranks: Ranks, cfg: HyMoConfig, rows: int, *, steps: int, compile: Compile = "none", spoiled: int | None = None
+    ranks: Ranks,
+    cfg: HyMoConfig,
+    rows: int,
+    *,
+    steps: int,
+    compile: Compile = "none",
+    regions: Compile = "none",
+    spoiled: int | None = None,
 ) -> Trained:
     """Some steps; in step `spoiled` the last rank's attention is not finite."""
     spec = setup(cfg).spec
@@ -71,7 +87,8 @@ def train_on(
     def poisoned(*args: Any, **options: Any) -> Tensor:
         return EAGER.attend(*args, **options) + poison
 
-    backend = sharded_backend(EAGER if spoiled is None else EAGER._replace(attend=poisoned), torch.float32, ranks)
+    chosen = EAGER._replace(region=partial(region, compile=regions), stacked=0 if regions == "none" else STACKED)
+    backend = sharded_backend(chosen if spoiled is None else chosen._replace(attend=poisoned), torch.float32, ranks)
     pure = partial(train_step, cfg=cfg, spec=spec, optimizer=optimizer, backend=backend, ranks=ranks)
     step, seen = jit(pure, compile=compile, donate=True), []
     for i in range(steps):

@@ -68,6 +68,17 @@ def test_three_ranks_are_one_bit_by_bit(by_one: programs.Trained) -> None:
     assert by_one.metrics[0]["grad_norm"] > 0.5
 
 
+@pytest.mark.parametrize("compile", ["none", "aot_eager"])
+@pytest.mark.parametrize("shards", [1, 2])
+def test_layers_that_are_regions_gather_and_scatter_as_others_do(shards: int, compile: Any) -> None:
+    one = programs.alone(small(), 4, steps=2)
+    run = partial(programs.train, small(), 4, steps=2, shards=shards, compile=compile, regions="aot_eager")
+    for found in on_ranks(2, run):
+        assert_near(found.state, one.state, 1e-4)
+        for ours, true in zip(found.metrics, one.metrics, strict=True):
+            assert_near(ours, true, 1e-5)
+
+
 @pytest.mark.parametrize(("world", "shards"), [(2, 1), (4, 2)])
 def test_copies_of_shards_are_the_same_step_too(world: int, shards: int) -> None:
     """Without sharding, and both: gradients are then added up in another order."""
