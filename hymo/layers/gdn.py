@@ -149,9 +149,14 @@ def _write(
     state: GdnState | None,
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "b h k v"] | None]:
     """The rules that erase before they write: `gated_delta`, and `delta`, which forgets only between documents."""
-    wide = x.float()
-    g = _step(p, wide) * -_weight(p.A_log).exp()[:, 0] if cfg.gdn_rule == "gated_delta" else wide.new_zeros(v.shape[:3])
-    beta = torch.sigmoid(wide @ _weight(p.write)) * (2.0 if cfg.gdn_allow_neg_eigval else 1.0)
+    if cfg.gdn_rule == "gated_delta":
+        gates = x.float() @ torch.cat([_weight(p.write), _weight(p.decay)], dim=1)
+        write, decay = gates.chunk(2, dim=-1)
+        g = F.softplus(decay + _weight(p.dt_bias)) * -_weight(p.A_log).exp()[:, 0]
+    else:
+        write = x.float() @ _weight(p.write)
+        g = torch.zeros_like(write)
+    beta = torch.sigmoid(write) * (2.0 if cfg.gdn_allow_neg_eigval else 1.0)
     return backend.scan(
         q,
         k,
@@ -184,15 +189,11 @@ def _add(
         v,
         k,
         q,
-        _step(p, x.float()).masked_fill((position == 0)[..., None], math.inf),
+        F.softplus(x.float() @ _weight(p.decay) + _weight(p.dt_bias)).masked_fill((position == 0)[..., None], math.inf),
         _weight(p.A_log),
         initial_state=state.memory if state else None,
         output_final_state=state is not None,
     )
-
-
-def _step(p: GdnParams, x: Float[Tensor, "b t d"]) -> Float[Tensor, "b t h"]:
-    return F.softplus(x @ _weight(p.decay) + _weight(p.dt_bias))
 
 
 def _weight(leaf: Tensor | tuple[()]) -> Tensor:
