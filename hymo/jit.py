@@ -14,23 +14,10 @@ import torch
 from torch import Tensor
 
 from hymo import tree
-from hymo_kernels.primitive import define, tell_inductor
+from hymo_kernels.primitive import tell_inductor
 
 Compile = Literal["inductor", "aot_eager", "none"]
 R = TypeVar("R")
-
-LARGE = 2**21
-"""Elements of a leaf of a donated argument from which a copy of it would be felt."""
-
-
-def _write(old: list[Tensor], new: list[Tensor]) -> None:
-    # Of one dtype many are copied in one launch.
-    for dtype in {x.dtype for x in old}:
-        alike = [i for i, x in enumerate(old) if x.dtype == dtype]
-        torch._foreach_copy_([old[i] for i in alike], [new[i] for i in alike])
-
-
-write = define("write(Tensor(a!)[] old, Tensor[] new) -> ()", fake=lambda old, new: None, cpu=_write, cuda=_write)
 
 
 def jit(pure: Callable[..., R], *, compile: Compile = "inductor", donate: bool = False) -> Callable[..., R]:
@@ -127,14 +114,10 @@ def _compiled(
     def strict(leaves: list[Tensor]) -> list[Tensor]:
         results = traced(leaves)
         if donated:
-            pairs = list(zip(leaves[:donated], results[:donated], strict=True))
-            for old, new in pairs:
-                # A large result is written where it belongs by what computes it; hundreds of small ones are copied.
-                if old.numel() > LARGE:
-                    old.copy_(new)
-            small = [pair for pair in pairs if pair[0].numel() <= LARGE]
-            if small:
-                write([old for old, _ in small], [new for _, new in small])
+            # Leaf by leaf: a fused copy of many makes kernels that are large, unlike each other and slow to compile, and of
+            # what a raw op writes to inductor takes the value after for the value before.
+            for old, new in zip(leaves[:donated], results[:donated], strict=True):
+                old.copy_(new)
         return results[donated:]
 
     # Dynamo keeps programs by code object and does not look which function `traced` is: with a shared code object a
