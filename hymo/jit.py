@@ -114,8 +114,8 @@ def _compiled(
     def strict(leaves: list[Tensor]) -> list[Tensor]:
         results = traced(leaves)
         if donated:
-            # Leaf by leaf: a fused copy of many makes kernels that are large and unlike each other, slow to compile. What
-            # a raw op has written inductor would take for what was there before.
+            # Leaf by leaf: a fused copy of many makes large kernels, unlike each other and slow to compile. What a raw
+            # op has written, inductor would take for what was there before.
             for old, new in zip(leaves[:donated], results[:donated], strict=True):
                 old.copy_(new)
         return results[donated:]
