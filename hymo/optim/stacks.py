@@ -100,8 +100,8 @@ class Stacks:
         for members in self.classes:
             if not tree.is_hole(values[members[0]]):
                 values |= zip(members, unstack(values[members[0]]), strict=True)
-        joined: T = self._tree(values)
-        return joined
+        apart: T = self._tree(values)
+        return apart
 
     def _values(self, each: Any) -> dict[int, Any]:
         values: list[Any] = []
