@@ -7,7 +7,8 @@ A table of one run with its contestants interleaved, so that a busy machine slow
 compiling with every backend, over packed documents; with `--twin` the same step in plain PyTorch too (`twin.py`). On a
 CPU read the ratios, and those of a second table: the gated delta rule chunked and token by token at T = 512. On a GPU
 there are tokens per second, FLOP/s by the convention of `--dry-run` against the card's peak and against what a large
-product reaches in the same run, the most memory that a contestant holds, and where its time goes.
+product reaches in the same run, the most memory that a contestant holds, and where its time goes; what inductor
+compiles is timed as a CUDA graph, hymo's step and the twin's alike.
 """
 
 import argparse
@@ -44,6 +45,7 @@ from hymo.backend import choose_backend
 from hymo.batch import Batch
 from hymo.config import DELIMITER, HyMoConfig, derive_config
 from hymo.model import ModelParams
+from hymo.replay import replayed
 from hymo_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
 
 ON_GPU = torch.cuda.is_available()
@@ -94,34 +96,52 @@ def documents(config: HyMoConfig) -> Batch:
 
 
 class Contestant(NamedTuple):
-    """A step that has run once.
+    """A step that has run.
 
     Args:
-        run: the step; its loss.
+        run: the step, as it is timed; its loss.
         first: seconds of the first one, with what it compiled.
-        resident: bytes it holds on the GPU between steps.
+        memory: GiB that it would hold alone, at the worst moment of a step.
+        parts: milliseconds of GPU time by kind.
     """
 
     run: Callable[[], Tensor]
     first: float
-    resident: int
+    memory: float
+    parts: Mapping[str, float]
 
 
-def ready(name: str, build: Callable[[], Callable[[], Tensor]]) -> Contestant:
+def ready(name: str, build: Callable[[], Callable[[], Tensor]], config: HyMoConfig) -> Contestant:
     """A contestant, with what its first step took, and found, told."""
     before, losses = allocated(), []
     run = build()
     first = seconds(lambda: losses.append(run()))
     print(f"first step, {name}: {first:.1f} s, loss {float(losses[0]):.5f}", flush=True)
-    return Contestant(run, first, allocated() - before)
+    if not ON_GPU:
+        return Contestant(run, first, 0.0, {})
+    resident = allocated() - before
+    memory, parts = held(run, resident), breakdown(run, config.model)
+    return Contestant(recorded(name, run) if "inductor" in name else run, first, memory, parts)
 
 
-def ready_ones(builds: Mapping[str, Callable[[], Callable[[], Tensor]]]) -> dict[str, Contestant]:
+def recorded(name: str, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """A step as a CUDA graph, so that nobody loses to the host's launches; as it is, if it cannot be recorded."""
+    replay = replayed(lambda leaves: [run()], 0)
+    try:
+        for _ in range(2):
+            replay([])
+    except RuntimeError as error:
+        print(f"{name} cannot be recorded and is timed as launched: {str(error).splitlines()[0]}", flush=True)
+        return run
+    return lambda: replay([])[0]
+
+
+def ready_ones(builds: Mapping[str, Callable[[], Callable[[], Tensor]]], config: HyMoConfig) -> dict[str, Contestant]:
     """The contestants that run; of the others the error is shown."""
     steps: dict[str, Contestant] = {}
     for name, build in builds.items():
         try:
-            steps[name] = ready(name, build)
+            steps[name] = ready(name, build, config)
         except Exception:
             traceback.print_exc()
             print(f"{name}: does not run", flush=True)
@@ -172,12 +192,12 @@ def allocated() -> int:
     return torch.cuda.memory_allocated() if ON_GPU else 0
 
 
-def held(contestant: Contestant) -> float:
-    """GiB that a contestant would hold alone, at the worst moment of a step."""
+def held(run: Callable[[], object], resident: int) -> float:
+    """GiB that a step would hold alone, at its worst moment; between steps it holds so many bytes."""
     before = allocated()
     torch.cuda.reset_peak_memory_stats()
-    seconds(contestant.run)
-    return (torch.cuda.max_memory_allocated() - before + contestant.resident) / 2**30
+    seconds(run)
+    return (torch.cuda.max_memory_allocated() - before + resident) / 2**30
 
 
 def product_flops() -> float:
@@ -198,10 +218,10 @@ def tell_speed(
     for name, step in steps.items():
         done = per_step / statistics.median(spent[name]) * 1e3
         share = f"{done / peak:.1%}" if peak else "-"
-        row = f"{name:>20} {done / 1e12:9.1f} {share:>8} {done / reached:10.1%} {held(step):9.1f}"
+        row = f"{name:>20} {done / 1e12:9.1f} {share:>8} {done / reached:10.1%} {step.memory:9.1f}"
         print(f"{row} {step.first:9.1f} s", flush=True)
 
-    parts = {name: breakdown(step.run, config.model) for name, step in steps.items()}
+    parts = {name: step.parts for name, step in steps.items()}
     kinds = {kind: None for each in parts.values() for kind in sorted(each, key=lambda kind: -each[kind])}
     print(f"\n{'ms of GPU time':>20} " + " ".join(f"{name:>18}" for name in parts))
     for kind in kinds:
@@ -241,8 +261,8 @@ def main() -> bool:
         print(f"twin: the scan of {name}, the convolution of {choose_convolution(DEVICE)[1]}; it drops no tokens")
         if name in NOTES:
             print(NOTES[name])
-        builds[f"twin {name}"] = partial(twin_step, *start, asked.compile[-1], rule)
-    steps = ready_ones(builds)
+        builds[f"{asked.compile[-1]} twin, {name}"] = partial(twin_step, *start, asked.compile[-1], rule)
+    steps = ready_ones(builds, config)
     if not steps:
         return False
     spent = interleaved({name: step.run for name, step in steps.items()}, asked.runs)

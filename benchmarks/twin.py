@@ -402,8 +402,9 @@ class TwinStep:
         cfg, named = config.optimizer, dict(twin.named_parameters())
         owner = group_paths(spec, cfg)
         groups = {name: [named[path] for path in named if owner[path] == name] for name in set(owner.values())}
-        adam: dict[str, Any] = {"betas": cfg.adamw_betas, "eps": cfg.adamw_eps, "weight_decay": 0.0, "fused": True}
         rest = [p for name in groups if name != "normuon" for p in groups[name]]
+        adam: dict[str, Any] = {"betas": cfg.adamw_betas, "eps": cfg.adamw_eps, "weight_decay": 0.0, "fused": True}
+        adam["capturable"] = rest[0].is_cuda
         self.twin, self.config, self.params, self.taken = twin, config, list(named.values()), 0
         self.normuon = Normuon(groups["normuon"], cfg, compile)
         self.adamw = torch.optim.AdamW(rest, lr=cfg.adamw_lr, **adam)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hymo.config import TrainingConfig
 from hymo.params import for_compute
-from hymo.region import region
+from hymo.region import once, region
 from hymo_kernels import causal_conv1d, document_attention, gated_delta_rule, gated_linear_scan, linear_cross_entropy
 
 
@@ -28,6 +28,7 @@ class Backend(NamedTuple):
         cross_entropy: the loss of a vocabulary head, `hymo_kernels.linear_cross_entropy`.
         gather: (parameters of a block, their specs) -> the parameters its layers use.
         region: a function that is called many times -> the function to call in its place, `hymo.region.region`.
+        once: likewise for one that is not differentiated, `hymo.region.once`.
         stacked: elements of a parameter up to which it is updated in a stack with those of its shape and role.
     """
 
@@ -38,6 +39,7 @@ class Backend(NamedTuple):
     cross_entropy: Callable[..., Tensor]
     gather: Callable[[Any, Any], Any]
     region: Callable[[Any], Any]
+    once: Callable[[Any], Any]
     stacked: int
 
 
@@ -51,8 +53,9 @@ def inline(pure: Any) -> Any:
     return pure
 
 
-COMPILED = partial(region, compile="inductor")
-"""Layers of one kind are compiled once; a graph of all 32 layers of v1.0 was not compiled within 7 minutes."""
+COMPILED, COMPILED_ONCE = partial(region, compile="inductor"), partial(once, compile="inductor")
+"""Layers of one kind are compiled once, and so are micro-batches: as one graph, the 32 layers of v1.0 were not compiled
+within 7 minutes."""
 
 STACKED = 2**21
 """Elements of a parameter whose copies do not count: of v1.0 the matrices, not the experts."""
@@ -68,6 +71,7 @@ EAGER = Backend(
     cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=LOGIT_BYTES),
     gather=keep,
     region=inline,
+    once=inline,
     stacked=0,
 )
 """Plain PyTorch, on any device, in the dtype of the parameters; its logits come in pieces for a CPU."""
@@ -116,7 +120,7 @@ def choose_backend(training: TrainingConfig, device: torch.device | str) -> Back
         on_gpu = {"auto": AUTO, "triton": TRITON, "eager": EAGER_ON_GPU}
         backend = on_gpu["eager" if missing else training.backend]
         if training.compile == "inductor":
-            backend = backend._replace(region=COMPILED, stacked=STACKED)
+            backend = backend._replace(region=COMPILED, once=COMPILED_ONCE, stacked=STACKED)
     return with_compute_dtype(backend, getattr(torch, training.precision))
 
 

@@ -257,6 +257,9 @@ class TrainingConfig(Section):
     compile: Literal["inductor", "aot_eager", "none"] = key(
         "inductor", "What runs the step: one graph of generated kernels, the same graph op by op, or plain Python."
     )
+    cuda_graph: bool = key(
+        True, "Whether one GPU records the inductor step as a CUDA graph and replays it; its memory then stays taken."
+    )
     backend: Literal["auto", "eager", "triton"] = key(
         "auto", "Kernels of the scan and its like: Triton's, plain PyTorch, or Triton's where there is a GPU."
     )

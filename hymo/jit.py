@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from hymo import tree
+from hymo.replay import replayed
 from hymo_kernels.primitive import tell_inductor
 
 Compile = Literal["inductor", "aot_eager", "none"]
 R = TypeVar("R")
 
 
-def jit(pure: Callable[..., R], *, compile: Compile = "inductor", donate: bool = False) -> Callable[..., R]:
+def jit(
+    pure: Callable[..., R], *, compile: Compile = "inductor", donate: bool = False, replay: bool = False
+) -> Callable[..., R]:
     """`pure`, compiled into one graph per structure and shapes of its arguments.
 
     Args:
@@ -28,6 +31,8 @@ def jit(pure: Callable[..., R], *, compile: Compile = "inductor", donate: bool =
         compile: `inductor` generates kernels, `aot_eager` runs the traced graph op by op, `none` runs `pure` itself.
         donate: the first result replaces the first argument: it is written into its storage, so that a training state
             exists once. `pure` must then return a tuple that begins with a tree of the first argument's structure.
+        replay: on a GPU, record what a program launches as a CUDA graph at its second call, and launch that from then
+            on. Its memory stays taken. A donated argument should be what the last call returned.
 
     Raises:
         ValueError: if inductor has no compiler to generate code with.
@@ -47,7 +52,9 @@ def jit(pure: Callable[..., R], *, compile: Compile = "inductor", donate: bool =
             require_compiler(compile, leaves[0].device if leaves else "cpu")
             run = _uncompiled if compile == "none" else functools.partial(_compiled, backend=compile)
             donated = len(tree.leaves(args[0])) if donate else 0
-            programs[signature] = run(_flat(pure, signature, structures, donated), donated)
+            program = run(_flat(pure, signature, structures, donated), donated)
+            on_gpu = bool(leaves) and leaves[0].device.type == "cuda"
+            programs[signature] = replayed(program, donated) if replay and on_gpu else program
         with torch.no_grad():
             results = programs[signature](leaves)
         output: Any = tree.unflatten(results, structures[signature])

@@ -65,6 +65,20 @@ def region(pure: Callable[..., R], *, compile: Compile) -> Callable[..., R]:
             floating-point leaf may want a gradient. Closures are constants.
         compile: as in `jit`; `none` is `pure` itself.
     """
+    return pure if compile == "none" else _programs(pure, compile, _build)
+
+
+def once(pure: Callable[..., R], *, compile: Compile) -> Callable[..., R]:
+    """`pure` as one operation of the program that calls it, without a gradient: a program within a program.
+
+    Args:
+        pure: a function of trees of tensors that returns a tree of tensors. Closures are constants.
+        compile: as in `jit`; `none` is `pure` itself.
+    """
+    return pure if compile == "none" else _programs(pure, compile, _build_once)
+
+
+def _programs(pure: Callable[..., R], compile: Compile, build: Callable[..., Program]) -> Callable[..., R]:
     programs: dict[Any, Program] = {}
 
     def call(*args: Any) -> R:
@@ -73,13 +87,45 @@ def region(pure: Callable[..., R], *, compile: Compile) -> Callable[..., R]:
         if signature not in programs:
             # In a thread of its own: a trace and a gradient that are under way here must not see what is traced there.
             with ThreadPoolExecutor(1) as thread:
-                programs[signature] = thread.submit(_build, pure, signature, compile).result()
+                programs[signature] = thread.submit(build, pure, signature, compile).result()
+            if compile == "inductor":
+                tell_inductor()
         program = programs[signature]
         outputs = program.run(*leaves)
         result: R = tree.unflatten(list(outputs) if isinstance(outputs, tuple) else [outputs], program.structure)
         return result
 
-    return pure if compile == "none" else call
+    return call
+
+
+def _build_once(pure: Callable[..., Any], signature: Any, compile: Compile) -> Program:
+    from torch._functorch.aot_autograd import aot_export_joint_simple
+    from torch._inductor.decomposition import select_decomp_table
+
+    structure, kinds = signature
+    of_result: list[Any] = []
+    with FakeTensorMode() as mode:
+        inputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
+        flat = _flat(pure, structure, of_result)
+        with torch.no_grad():
+            graph: Any = aot_export_joint_simple(
+                flat, tuple(inputs), trace_joint=False, decompositions=select_decomp_table()
+            )
+        run, made = _compiled(graph, inputs, mode, compile)
+    operation = _operation(f"region_{next(_number)}", run, inputs, made)
+    return Program(lambda *leaves: tuple(operation(list(leaves))), of_result[0])
+
+
+def _flat(pure: Callable[..., Any], structure: Any, of_result: list[Any]) -> Callable[..., tuple[Tensor, ...]]:
+    """`pure` from leaves to leaves, none of which is an argument's; `of_result` becomes the result's structure."""
+
+    def flat(*leaves: Tensor) -> tuple[Tensor, ...]:
+        results, found = tree.flatten(pure(*tree.unflatten(list(leaves), structure)))
+        of_result[:] = [found]
+        own = {id(leaf) for leaf in leaves}
+        return tuple(x.clone() if id(x) in own else x for x in results)
+
+    return flat
 
 
 def _build(pure: Callable[..., Any], signature: Any, compile: Compile) -> Program:
@@ -98,8 +144,6 @@ def _build(pure: Callable[..., Any], signature: Any, compile: Compile) -> Progra
     number = next(_number)
     forward = _operation(f"region_{number}", run_forward, inputs, made)
     backward = _operation(f"region_{number}_backward", run_backward, received, found)
-    if compile == "inductor":
-        tell_inductor()
 
     def region(*leaves: Tensor) -> tuple[Tensor, ...]:
         return tuple(forward(list(leaves)))
@@ -131,13 +175,7 @@ def _halves(pure: Callable[..., Any], inputs: list[Tensor], structure: Any) -> H
     from torch._inductor.decomposition import select_decomp_table
 
     of_result: list[Any] = []
-
-    def flat(*leaves: Tensor) -> tuple[Tensor, ...]:
-        results, found = tree.flatten(pure(*tree.unflatten(list(leaves), structure)))
-        of_result[:] = [found]
-        own = {id(leaf) for leaf in leaves}
-        return tuple(x.clone() if id(x) in own else x for x in results)
-
+    flat = _flat(pure, structure, of_result)
     moving = tuple(i for i, x in enumerate(flat(*inputs)) if x.requires_grad)
     outputs = of_result[0].num_leaves
     joint: Any = aot_export_joint_simple(flat, tuple(inputs), trace_joint=True, decompositions=select_decomp_table())

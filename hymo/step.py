@@ -1,6 +1,6 @@
 """The step: `(state, batch) -> (state, metrics)`, pure, one graph from the tokens to the moved weights."""
 
-from functools import reduce
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -94,12 +94,11 @@ def gradients(
         batch: leaves of shape (micro-batches, rows, tokens), of this rank.
         ranks: among which parameters are split; the gradient then is, like them, this rank's shards.
     """
-    trainable, buffers = partition(spec, params)
     counts = label_counts(batch, cfg.model.mtp_depth, ranks=ranks)
     capacity = cfg.model.moe_capacity(batch.tokens.shape[-1])
 
-    def micro(index: int) -> tuple[ModelParams, Tensor, Losses]:
-        part = tree.map(lambda leaf: leaf[index], batch)
+    def of_part(params: ModelParams, part: Batch, counts: Tensor) -> tuple[ModelParams, Tensor, Losses]:
+        trainable, buffers = partition(spec, params)
 
         def objective(moving: ModelParams) -> tuple[Tensor, Losses]:
             whole = tree.combine(moving, buffers)
@@ -108,8 +107,24 @@ def gradients(
         grads, (value, losses) = torch.func.grad_and_value(objective, has_aux=True)(trainable)
         return grads, value, losses
 
-    grads, value, losses = reduce(tree.add, (micro(index) for index in range(batch.tokens.shape[0])))
+    parts = [Batch(*leaves) for leaves in zip(*(leaf.unbind() for leaf in batch), strict=True)]
+    if len(parts) == 1:
+        grads, value, losses = of_part(params, parts[0], counts)
+    else:
+        add = backend.once(lambda before, *args: tree.add(before, of_part(*args)))
+        so_far = _nothing(params, cfg=cfg, spec=spec)
+        for part in parts:
+            so_far = add(so_far, params, part, counts)
+        grads, value, losses = so_far
     return ranks.sum_copies(grads), *ranks.sum((value, losses))
+
+
+def _nothing(params: ModelParams, *, cfg: HyMoConfig, spec: ModelParams) -> tuple[ModelParams, Tensor, Losses]:
+    """The gradient, loss and its parts of no micro-batch at all."""
+    zeros = partial(torch.zeros, device=params.table.device)
+    load = Load(zeros(cfg.model.n_routed_experts), zeros(()))
+    losses = Losses(zeros(()), zeros(cfg.model.mtp_depth), (load,) * len(experts(params)))
+    return tree.map(torch.zeros_like, partition(spec, params)[0]), zeros(()), losses
 
 
 def train_step(

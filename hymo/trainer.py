@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -33,8 +33,6 @@ from hymo.sharding import own_shards, placements, shard_params, sharded_backend,
 from hymo.step import Metrics, TrainState, init_train_state, train_step
 from hymo.tracker import Tracker, open_trackers, require_trackers
 
-T = TypeVar("T")
-
 SUSPECTED_LEAK = 0.5
 """Bits per byte on held-out text that no model of natural text reaches: below, training has seen it."""
 
@@ -48,11 +46,12 @@ class TrainingStopped(RuntimeError):
 
 
 class Unread(NamedTuple):
-    """A step whose numbers are still on the device."""
+    """A step whose numbers are on their way to the host; they are there once `wait` returns."""
 
     step: int
     samples: int
     metrics: Metrics
+    wait: Callable[[], None]
 
 
 def check_available(config: HyMoConfig, device: torch.device) -> None:
@@ -123,13 +122,16 @@ class Trainer:
         sharded = sharded_backend(self._backend, getattr(torch, training.precision), ranks)
         optimizer = build_optimizer(config.optimizer, config.scheduler, spec, ranks=ranks)
         pure = partial(train_step, cfg=config, spec=spec, optimizer=optimizer, backend=sharded, ranks=ranks)
-        self._compiled, self._sharded_backend = jit(pure, compile=training.compile, donate=True), sharded
+        # Of several ranks nobody has tried what NCCL does in a graph.
+        replay = training.cuda_graph and training.compile == "inductor" and ranks.world == 1
+        self._compiled = jit(pure, compile=training.compile, donate=True, replay=replay)
+        self._sharded_backend = sharded
         # A step writes into the state's storage, which must not be the caller's.
         params = build_hymo(config).params if model is None else tree.map(torch.clone, model.params)
         if ranks.world > 1:
             params = shard_params(params, spec, ranks)
         init = partial(init_train_state, spec=spec, optimizer=optimizer)
-        self.state: TrainState = init(_to(params, self.device))
+        self.state: TrainState = init(tree.map(lambda leaf: leaf.to(self.device), params))
         self._placed = placements(spec, init) if ranks.world > 1 else None
         self._loader = self._open_loader()
         self._saver = Saver(self._folder / CHECKPOINTS, training, ranks=ranks, told=self._tell_saved)
@@ -161,7 +163,7 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> Metrics:
         """One optimiser step on leaves of shape (micro-batches, rows, tokens); its metrics stay on the device."""
-        self.state, metrics = self._compiled(self.state, _to(batch, self.device))
+        self.state, metrics = self._compiled(self.state, _sent(batch, self.device))
         self.step += 1
         self.samples += batch.tokens.shape[0] * batch.tokens.shape[1] * self._ranks.world
         return metrics
@@ -190,9 +192,9 @@ class Trainer:
                     self._read(unread)
                     self._save_and_stop()
                     break
-                metrics = self.train_step(batch)
+                metrics, wait = _fetched(self.train_step(batch))
                 self._read(unread)
-                unread = Unread(self.step, self.samples, metrics)
+                unread = Unread(self.step, self.samples, metrics, wait)
             is_last = self.step == last
             evaluates = is_last or self.step % training.eval_interval == 0
             is_due = is_due or is_last or self.step % training.save_interval == 0
@@ -366,6 +368,7 @@ class Trainer:
         """Reports a step if it is due or was skipped, and ends the run if too many in a row were; returns how many."""
         if unread is None:
             return 0
+        unread.wait()
         skipped, budget = int(unread.metrics.skipped), self.config.training.nan_skip_budget
         interval, total = self.config.training.log_interval, self.config.scheduler.total_steps
         if self._ranks.is_lead and (skipped or unread.step in (1, total) or unread.step % interval == 0):
@@ -400,5 +403,20 @@ def _peak(training: TrainingConfig, device: torch.device) -> float | None:
     return peak_flops(torch.cuda.get_device_name(device)) if is_measured else None
 
 
-def _to(values: T, device: torch.device) -> T:
-    return tree.map(lambda leaf: leaf.to(device), values)
+def _sent(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device; the host does not wait until it is there."""
+    if device.type != "cuda":
+        return batch
+    return tree.map(lambda leaf: leaf if leaf.is_cuda else leaf.pin_memory().to(device, non_blocking=True), batch)
+
+
+def _fetched(metrics: Metrics) -> tuple[Metrics, Callable[[], None]]:
+    """Metrics on the host, and what waits for them: asking for a number would wait for all that is launched by then."""
+    if not metrics.loss.is_cuda:
+        return metrics, lambda: None
+    copies = tree.map(
+        lambda leaf: torch.empty_like(leaf, device="cpu", pin_memory=True).copy_(leaf, non_blocking=True), metrics
+    )
+    done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    done.record()
+    return copies, done.synchronize

@@ -45,9 +45,9 @@ def test_sections_and_their_keys_are_the_specification() -> None:
         ),
         "scheduler": "total_steps warmup_frac stable_frac decay_frac min_lr_ratio decay",
         "training": (
-            "micro_batch_size gradient_accumulation_steps global_batch_size max_seq_len precision compile backend"
-            " sharding shard_ranks grad_clip nan_skip_budget save_interval keep_last keep_every async_save log_interval"
-            " eval_interval seed"
+            "micro_batch_size gradient_accumulation_steps global_batch_size max_seq_len precision compile cuda_graph"
+            " backend sharding shard_ranks grad_clip nan_skip_budget save_interval keep_last keep_every async_save"
+            " log_interval eval_interval seed"
         ),
         "data": "corpus sources folder tokenizer validation val_tokens",
         "run": "name output_dir trackers profile",

@@ -8,7 +8,18 @@ import torch
 from tiny_run import open_trainer, prepare, run_config
 
 from hymo import tree
-from hymo.backend import AUTO, COMPILED, EAGER_ON_GPU, STACKED, TRITON, Backend, choose_backend, inline, keep
+from hymo.backend import (
+    AUTO,
+    COMPILED,
+    COMPILED_ONCE,
+    EAGER_ON_GPU,
+    STACKED,
+    TRITON,
+    Backend,
+    choose_backend,
+    inline,
+    keep,
+)
 from hymo.batch import Batch
 from hymo.checkpoint import find_latest
 from hymo.config import TrainingConfig
@@ -341,8 +352,9 @@ def test_a_gpu_takes_kernels_unless_told_otherwise() -> None:
     def chosen(**keys: Any) -> Backend:
         backend = choose_backend(TrainingConfig(**{"precision": "bfloat16", **keys}), "cuda")
         compiled = keys.get("compile", "inductor") == "inductor"
-        assert (backend.region, backend.stacked) == ((COMPILED, STACKED) if compiled else (inline, 0))
-        return backend._replace(gather=keep, region=inline, stacked=0)
+        found = backend.region, backend.once, backend.stacked
+        assert found == ((COMPILED, COMPILED_ONCE, STACKED) if compiled else (inline, inline, 0))
+        return backend._replace(gather=keep, region=inline, once=inline, stacked=0)
 
     assert chosen() == chosen(precision="float32") == chosen(compile="aot_eager") == AUTO
     assert chosen(backend="triton") == TRITON
