@@ -80,7 +80,7 @@ EAGER_ON_GPU = EAGER._replace(cross_entropy=partial(linear_cross_entropy, backen
 """Plain PyTorch, with logits in pieces for a GPU."""
 
 TRITON = EAGER._replace(
-    scan=partial(gated_delta_rule, backend="triton"),
+    scan=partial(gated_delta_rule, backend="triton", keep_states=True),
     linear_scan=partial(gated_linear_scan, backend="triton"),
     conv=partial(causal_conv1d, backend="triton"),
     attend=partial(document_attention, backend="triton"),
@@ -89,7 +89,7 @@ TRITON = EAGER._replace(
 """Triton's kernels, on an NVIDIA GPU; what they do not serve is an error."""
 
 AUTO = EAGER._replace(
-    scan=gated_delta_rule,
+    scan=partial(gated_delta_rule, keep_states=True),
     linear_scan=gated_linear_scan,
     conv=causal_conv1d,
     attend=document_attention,

@@ -20,7 +20,7 @@ from hymo.params import COMPUTE_ROLES, ROLES, abstract, count, is_spec, partitio
 from hymo_kernels.host.triton_cross_entropy import chunk_of, triton_cross_entropy
 
 SCAN_CHUNK = 64
-"""Tokens that the scan kernel treats as one matrix product: per token and head it keeps a row of this size."""
+"""Tokens that the scan kernel treats as one matrix product: it keeps a row of this size per token, and a state each."""
 LOGIT = torch.float32
 """Of plain PyTorch; a kernel's logits are in the compute dtype."""
 MOST_CHUNKS = 8
@@ -249,7 +249,9 @@ def _kernels(ledger: Ledger) -> Backend:
         return result
 
     def delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
-        return v.new_empty(v.shape), v.new_empty(*v.shape[:3], SCAN_CHUNK)
+        b, t, heads, features = v.shape
+        states = v.new_empty(b, -(-t // SCAN_CHUNK), heads, k.shape[-1], features)
+        return v.new_empty(v.shape), v.new_empty(b, t, heads, SCAN_CHUNK), states
 
     def linear(v: Tensor, b: Tensor, c: Tensor, g: Tensor, A_log: Tensor) -> tuple[Tensor, ...]:
         return (v.new_empty(v.shape),)

@@ -37,6 +37,9 @@ GPU_CASES = [
     Case(2, 300, 2, 4, 24, 32, in_kernel=True, resets=(70,)),
     Case(1, 129, 1, 1, 32, 32, gate=-16.0),
     Case(1, 1, 2, 2, 128, 128),
+    Case(2, 500, 2, 2, 128, 128, resets=(166, 253), keep=True),
+    Case(1, 700, 2, 6, 64, 64, bounds=(0, 64, 64, 193, 650), keep=True),
+    Case(1, 300, 1, 1, 192, 192, keep=True),
     Case(1, 129, 1, 1, 128, 128, gate=-16.0),
 ]
 
@@ -102,6 +105,22 @@ def test_kernels_are_bitwise_repeatable(width: int, dtype: torch.dtype) -> None:
     first = gradient()
     for _ in range(20):
         assert all(torch.equal(a, b) for a, b in zip(first, gradient(), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("width", [32, 128, 256])
+def test_states_that_are_kept_are_those_that_would_be_computed_again(width: int) -> None:
+    q, k, v = (torch.randn(2, 300, 2, width, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    g, beta = -torch.rand(2, 300, 2, device="cuda"), torch.rand(2, 300, 2, device="cuda")
+
+    def gradient(keep: bool) -> tuple[torch.Tensor, ...]:
+        def loss(*x: torch.Tensor) -> torch.Tensor:
+            o, _ = chunk_gated_delta_rule(*x, use_qk_l2norm_in_kernel=True, backend="triton", keep_states=keep)
+            return o.float().square().sum()
+
+        return torch.func.grad(loss, (0, 1, 2, 3, 4))(q, k, v, g, beta)
+
+    assert all(torch.equal(a, b) for a, b in zip(gradient(True), gradient(False), strict=True))
 
 
 @pytest.mark.gpu

@@ -38,6 +38,7 @@ class Case:
     bounds: tuple[int, ...] = ()
     in_kernel: bool = False
     precision: Precision = "tf32x3"
+    keep: bool = False
 
 
 def inputs(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor | None]:
@@ -79,7 +80,7 @@ def inputs(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor | No
 def by_kernels(case: Case, x: dict[str, Tensor | None], kernels: Any = None) -> list[Tensor]:
     """Read-outs, final state, and gradients, straight from the launchers: those that a call would take unless given."""
     beta_max = 2.0 if case.in_kernel else 1.0
-    static = (case.k**-0.5, case.norm, case.in_kernel, case.in_kernel, beta_max, True, case.precision)
+    static = (case.k**-0.5, case.norm, case.in_kernel, case.in_kernel, beta_max, True, case.precision, case.keep)
     tensors = [x[name] for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "start", "bounds")]
     q, k, v, g, beta, A_log, dt_bias, start, bounds = tensors
     if kernels is None:
@@ -190,6 +191,7 @@ def main() -> None:
         resets=st.sampled_from([(), (0,)]),
         in_kernel=st.booleans(),
         precision=st.sampled_from(["tf32x3", "ieee"]),
+        keep=st.booleans(),
     ),
     dtype=st.sampled_from([torch.float32, torch.float16]),
 )

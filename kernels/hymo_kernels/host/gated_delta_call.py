@@ -50,7 +50,10 @@ class Prepared(NamedTuple):
     forget: Tensor
 
 
-STATIC = 'float scale, bool norm, bool gate, bool sigmoid, float beta_max, bool keep_end, str precision="tf32x3"'
+STATIC = (
+    'float scale, bool norm, bool gate, bool sigmoid, float beta_max, bool keep_end, str precision="tf32x3", '
+    "bool keep_states=False"
+)
 """`Options` in the schema of an op."""
 
 
@@ -64,6 +67,7 @@ class Options(NamedTuple):
     beta_max: float
     keep_end: bool
     precision: Precision = "tf32x3"  # of fp32 products
+    keep_states: bool = False  # the backward is left the states before each chunk
 
 
 def shape_of(q: Tensor, v: Tensor, cu_seqlens: Tensor | None, chunk: int | None = None) -> Shape:

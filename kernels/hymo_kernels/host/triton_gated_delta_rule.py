@@ -158,14 +158,14 @@ def forward(
     options = Options(*static)
     q, k, v = aligned(q), aligned(k), aligned(v)
     shape = shape_of(q, v, cu_seqlens)
-    o, end, *rest = _forward_outputs(q, k, v, cu_seqlens, options)
+    o, end, *rest, states = _forward_outputs(q, k, v, cu_seqlens, options)
     made = Prepared(*rest)
     if shape.t == 0 or shape.packed:
         o.zero_()
     if shape.t == 0:
         if options.keep_end:
             end.copy_(start) if start is not None else end.zero_()
-        return o, end, *made
+        return o, end, *made, states
     plan = plan_of(shape, q.dtype)
     bounds = made.segment if cu_seqlens is None else cu_seqlens
     gates = beta if g is None else g
@@ -192,8 +192,9 @@ def forward(
             **_cut(shape, plan.prepare, q.dtype, options),
             **_gating(g, dt_bias, options),
         )
-    _scan(q, k, v, made, start, bounds, o=o, end=end, states=None, shape=shape, tiles=plan.forward, options=options)
-    return o, end, *made
+    kept = states if options.keep_states else None
+    _scan(q, k, v, made, start, bounds, o=o, end=end, states=kept, shape=shape, tiles=plan.forward, options=options)
+    return o, end, *made, states
 
 
 def _gating(g: Tensor | None, dt_bias: Tensor | None, options: Options) -> dict[str, Any]:
@@ -281,7 +282,12 @@ def _forward_outputs(
         new(b, h, t),
         new(b, h, t),
         new(b, hv, shape.slots),
+        _empty_states(q, shape) if options.keep_states else new(b, 0, dtype=q.dtype),
     )
+
+
+def _empty_states(q: Tensor, shape: Shape) -> Tensor:
+    return torch.empty(shape.b, shape.hv, shape.slots, shape.k, shape.v, dtype=q.dtype, device=q.device)
 
 
 def backward(
@@ -298,6 +304,7 @@ def backward(
     q_unit: Tensor,
     k_unit: Tensor,
     forget: Tensor,
+    kept_states: Tensor,
     do: Tensor,
     d_end: Tensor | None,
     only_start: bool,
@@ -321,8 +328,10 @@ def backward(
     bounds = kept.segment if cu_seqlens is None else cu_seqlens
     plan = plan_of(shape, q.dtype)
     states = None
-    if not only_start:
-        states = torch.empty(shape.b, shape.hv, shape.slots, shape.k, shape.v, dtype=q.dtype, device=q.device)
+    if options.keep_states and not only_start:
+        states = kept_states
+    elif not only_start:
+        states = _empty_states(q, shape)
         _scan(
             q,
             k,
@@ -340,7 +349,7 @@ def backward(
     if states is not None and hopper.serves(q, shape):
         hopper.backward(q, k, v, do, kept, states, d_end, bounds, grads, start, shape=shape, options=options)
         return tuple(grads)
-    d_states = torch.empty(shape.b, shape.hv, shape.slots, shape.k, shape.v, dtype=q.dtype, device=q.device)
+    d_states = _empty_states(q, shape)
     length, segments = segments_of(shape, plan.chain, q.device.index)
     chain_kernel[(_tiles(shape, plan.chain) * shape.hv * segments * shape.b * shape.sequences,)](
         q,
@@ -501,7 +510,7 @@ def _ops(name: str, forward: Any, backward: Any, outputs: Any, kept: tuple[str, 
 
 
 OPS = {
-    False: _ops("gated_delta", forward, backward, _forward_outputs, Prepared._fields),
+    False: _ops("gated_delta", forward, backward, _forward_outputs, (*Prepared._fields, "kept_states")),
     True: _ops("narrow_gated_delta", narrow.forward, narrow.backward, narrow.forward_outputs, narrow.Kept._fields),
 }
 """By whether the heads are narrow."""
