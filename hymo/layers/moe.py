@@ -11,6 +11,7 @@ from torch import Tensor
 from hymo.config import ModelConfig
 from hymo.layers.feedforward import SwigluParams, swiglu
 from hymo.params import buffer, constant, declare, expert, gate, normal, power
+from hymo_kernels import assign_seats, combine, dispatch
 
 
 class ExpertParams(NamedTuple):
@@ -124,24 +125,11 @@ def _serve(
     p: MoeParams, x: Float[Tensor, "b t d"], routing: Routing, capacity: int
 ) -> tuple[Float[Tensor, "b t d"], Float[Tensor, ""]]:
     """Each expert sees the `capacity` tokens of a row that want it most."""
-    wish = torch.zeros(*x.shape[:2], p.router.shape[1], dtype=routing.weight.dtype, device=x.device)
-    wish = rearrange(wish.scatter(-1, routing.expert, routing.weight.detach()), "b t e -> b e t")
-    order = wish.argsort(dim=-1, descending=True, stable=True)
-    rank = order.argsort(dim=-1)
-    served = order[..., :capacity]
-    seats = x[:, None].expand(-1, served.shape[1], -1, -1).gather(2, _over_features(served, x.shape[-1]))
+    seats = assign_seats(routing.expert, routing.weight, experts=p.router.shape[1], capacity=capacity)
+    seated = dispatch(rearrange(x, "b t d -> 1 (b t) d"), seats)
     # One product an expert, over the seats of all rows: with rows apart the weights would be copied for each.
-    y = torch.func.vmap(swiglu)(SwigluParams(*p.routed), rearrange(seats, "b e c d -> e (b c) d"))
-    y = rearrange(y, "e (b c) d -> b (e c) d", b=x.shape[0])
-
-    seat = rearrange(rank, "b e t -> b t e").gather(-1, routing.expert)
-    kept = seat < capacity
-    seat = routing.expert * capacity + seat.clamp(max=capacity - 1)
-    weight = (routing.weight * kept).to(x.dtype)
-    answers = [y.gather(1, _over_features(seat[..., i], x.shape[-1])) for i in range(seat.shape[-1])]
-    answered = sum((weight[..., i, None] * answer for i, answer in enumerate(answers)), torch.zeros_like(x))
-    return answered, (~kept).sum().float()
-
-
-def _over_features(index: Int[Tensor, "*b"], features: int) -> Int[Tensor, "*b d"]:
-    return index[..., None].expand(*index.shape, features)
+    seated = rearrange(seated, "1 (e s) d -> e s d", e=p.router.shape[1])
+    y = rearrange(torch.func.vmap(swiglu)(SwigluParams(*p.routed), seated), "e s d -> 1 (e s) d")
+    answered = combine(y, rearrange(routing.weight, "b t k -> 1 (b t) k"), seats)
+    lost = (seats.of_choice == y.shape[1]).sum().float()
+    return rearrange(answered, "1 (b t) d -> b t d", b=x.shape[0]), lost

@@ -11,10 +11,15 @@ from hymo_kernels.host.gated_delta_rule import (
     naive_recurrent_gated_delta_rule,
 )
 from hymo_kernels.host.gated_linear_scan import gated_linear_scan, naive_gated_linear_scan
+from hymo_kernels.host.seats import Seats, assign_seats, combine, dispatch
 
 __all__ = [
+    "Seats",
+    "assign_seats",
     "causal_conv1d",
     "chunk_gated_delta_rule",
+    "combine",
+    "dispatch",
     "document_attention",
     "fused_recurrent_gated_delta_rule",
     "gated_delta_rule",
