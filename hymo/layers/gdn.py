@@ -14,6 +14,7 @@ from hymo.config import ModelConfig
 from hymo.layers.norm import gated_rms_norm
 from hymo.layers.rope import Rotary, rotary, rotate
 from hymo.params import constant, declare, gate, matrix, power, uniform_fan_in, vector
+from hymo_kernels import mixed_linear
 
 
 def log_decay_rate(generator: torch.Generator, shape: tuple[int, ...], fan_in: int) -> Tensor:
@@ -150,11 +151,11 @@ def _write(
 ) -> tuple[Float[Tensor, "b t h v"], Float[Tensor, "b h k v"] | None]:
     """The rules that erase before they write: `gated_delta`, and `delta`, which forgets only between documents."""
     if cfg.gdn_rule == "gated_delta":
-        gates = x.float() @ torch.cat([_weight(p.write), _weight(p.decay)], dim=1)
+        gates = mixed_linear(x, torch.cat([_weight(p.write), _weight(p.decay)], dim=1))
         write, decay = gates.chunk(2, dim=-1)
         g = F.softplus(decay + _weight(p.dt_bias)) * -_weight(p.A_log).exp()[:, 0]
     else:
-        write = x.float() @ _weight(p.write)
+        write = mixed_linear(x, _weight(p.write))
         g = torch.zeros_like(write)
     beta = torch.sigmoid(write) * (2.0 if cfg.gdn_allow_neg_eigval else 1.0)
     return backend.scan(
@@ -185,11 +186,12 @@ def _add(
     shared = cfg.gdn_n_heads // cfg.gdn_n_key_heads
     q, k = (F.normalize(y.float(), dim=-1, eps=1e-6).to(y.dtype) for y in (q, k))
     q, k = (repeat(y, "b t g k -> b t (g i) k", i=shared) for y in (q, k))
+    step = F.softplus(mixed_linear(x, _weight(p.decay)) + _weight(p.dt_bias))
     return backend.linear_scan(
         v,
         k,
         q,
-        F.softplus(x.float() @ _weight(p.decay) + _weight(p.dt_bias)).masked_fill((position == 0)[..., None], math.inf),
+        step.masked_fill((position == 0)[..., None], math.inf),
         _weight(p.A_log),
         initial_state=state.memory if state else None,
         output_final_state=state is not None,

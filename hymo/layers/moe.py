@@ -11,7 +11,7 @@ from torch import Tensor
 from hymo.config import ModelConfig
 from hymo.layers.feedforward import SwigluParams, swiglu
 from hymo.params import buffer, constant, declare, expert, gate, normal, power
-from hymo_kernels import assign_seats, combine, dispatch
+from hymo_kernels import assign_seats, combine, dispatch, mixed_linear
 
 
 class ExpertParams(NamedTuple):
@@ -61,7 +61,7 @@ def route(p: MoeParams, x: Float[Tensor, "b t d"], *, k: int) -> Routing:
 
     fp32 throughout. The bias steers the choice and never enters a weight  (arXiv:2408.15664, equation 3).
     """
-    logit = x.float() @ p.router
+    logit = mixed_linear(x, p.router)
     chosen = (torch.sigmoid(logit) + p.bias).detach().topk(k, dim=-1).indices
     # Sigmoids over their sum, by way of their logarithms: finite even where all of them underflow.
     weight = F.logsigmoid(logit).gather(-1, chosen).softmax(-1)

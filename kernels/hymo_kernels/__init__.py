@@ -11,6 +11,7 @@ from hymo_kernels.host.gated_delta_rule import (
     naive_recurrent_gated_delta_rule,
 )
 from hymo_kernels.host.gated_linear_scan import gated_linear_scan, naive_gated_linear_scan
+from hymo_kernels.host.mixed_linear import mixed_linear
 from hymo_kernels.host.seats import Seats, assign_seats, combine, dispatch
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "gated_delta_rule",
     "gated_linear_scan",
     "linear_cross_entropy",
+    "mixed_linear",
     "naive_document_attention",
     "naive_gated_delta_rule",
     "naive_gated_linear_scan",
