@@ -125,6 +125,7 @@ def main() -> None:
                 call(rule, x, x[2])
             except Exception as error:
                 print(f"{options.name} {text}: {type(error).__name__}: {first_line(error)}", file=sys.stderr)
+            torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
