@@ -3,6 +3,7 @@
 On a GPU: `benchmarks/scan.py --impl hymo eager fla flashqla --shape 1x32768x32x128x128`, bf16, gradients of q, k, v, g
 and beta. All implementations take turns, with the L2 cache overwritten before each run; a time is the median of CUDA
 events, with the GPU kept busy while the host launches (`--host` waits for launches, as `triton.testing.do_bench` does).
+What peers compile at their first call is compiled by many processes before (`peers.py`) and is no part of any time.
 On a CPU: `benchmarks/scan.py --impl chunk recurrent --shape 8x512x2x32x32`; read the ratios, not the milliseconds.
 
 The bound of "% bound" is what no program can go below: inputs and outputs moved once at 4.3 TB/s, or the products of
@@ -26,6 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from peers import LARGE, compile_beforehand
 from torch import Tensor
 
 from hymo_kernels import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule, naive_gated_delta_rule
@@ -49,6 +51,9 @@ def fla() -> Rule:
     os.environ["FLA_DISABLE_BACKEND_DISPATCH"] = "1"
     # It refuses its gated backward on Hopper with Triton 3.4 to 3.7.0, which compiles it wrongly; for its time only.
     importlib.import_module("fla.ops.common.chunk_o").TRITON_ABOVE_3_7_1 = True
+    # It tries all its tilings, each for 25 ms instead of 125: there are hundreds.
+    testing = importlib.import_module("triton.testing")
+    testing.do_bench = partial(testing.do_bench, warmup=5, rep=20)  # type: ignore[attr-defined]
     rule: Rule = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
     return rule
 
@@ -95,6 +100,11 @@ class Shape(NamedTuple):
     heads: int
     key: int
     value: int
+
+    @classmethod
+    def of(cls, text: str) -> "Shape":
+        """From what the command line says, "4x4096x14x128x128"."""
+        return cls(*(int(size) for size in text.split("x")))
 
 
 class Cost(NamedTuple):
@@ -199,21 +209,32 @@ def peak_memory(program: Callable[[], Any]) -> float:
 
 
 def first_calls(name: str, shape: Shape, options: dict[str, Any]) -> None:
-    """Prints the seconds of the first forward and backward of this process, and of the first with other T and B."""
+    """Prints seconds and compiled kernels of this process's first forward and backward, then with other T and B."""
     rule = IMPLEMENTATIONS[name]()
+    others = (
+        shape._replace(time=shape.time // 2),
+        shape._replace(time=shape.time - 37),
+        shape._replace(batch=shape.batch + 1),
+    )
     spent = []
-    for other in (shape, shape._replace(time=shape.time - 37), shape._replace(batch=shape.batch + 1)):
+    for other in (shape, *others):
         x = inputs(other, "cuda", torch.bfloat16)
         torch.cuda.synchronize()
-        start = time.perf_counter()
+        before, start = kernels_compiled(), time.perf_counter()
         both(rule, x, x[2], options)
         torch.cuda.synchronize()
-        spent.append(time.perf_counter() - start)
+        spent.append((time.perf_counter() - start, kernels_compiled() - before))
     print(json.dumps(spent))
 
 
+def kernels_compiled() -> int:
+    """By Triton and TileLang, into the caches of this process."""
+    folders = [os.environ[name] for name in ("TRITON_CACHE_DIR", "TILELANG_CACHE_DIR")]
+    return sum(1 for folder in folders for pattern in ("*.cubin", "*.so") for _ in Path(folder).rglob(pattern))
+
+
 def in_a_fresh_process(name: str, shape: str, norm: str) -> str:
-    """`first_calls` with nothing compiled before, as "cold, new T, new B" in seconds."""
+    """`first_calls` with nothing compiled before, as "seconds (kernels)" of the call, of T / 2, T - 37 and B + 1."""
     with tempfile.TemporaryDirectory() as folder:
         caches = {"TRITON_CACHE_DIR": f"{folder}/triton", "TILELANG_CACHE_DIR": f"{folder}/tilelang"}
         command = [sys.executable, "-W", "ignore", __file__, "--first", name, "--shape", shape, "--norm", norm]
@@ -221,7 +242,8 @@ def in_a_fresh_process(name: str, shape: str, norm: str) -> str:
             done = subprocess.run(
                 command, env=os.environ | caches, capture_output=True, text=True, check=True, timeout=200
             )
-            return ", ".join(f"{seconds:.2f}" for seconds in json.loads(done.stdout.splitlines()[-1]))
+            spent = json.loads(done.stdout.splitlines()[-1])
+            return "  ".join(f"{seconds:7.2f} ({kernels})" for seconds, kernels in spent)
         except subprocess.TimeoutExpired:
             return "more than 200"
         except subprocess.CalledProcessError as error:
@@ -236,9 +258,12 @@ def on_gpu(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     say(f"{environment()}; bf16, {how}; median of {options.runs} interleaved runs, {launches}, L2 flushed")
     for note in (NOTES[name] for name in rules if name in NOTES):
         say(note)
+    large = [name for name in rules if name in LARGE]
+    if large and options.jobs:
+        say(compile_beforehand(large, options.shape, options.norm, options.jobs))
     inside = {"use_qk_l2norm_in_kernel": True} if options.norm == "inside" else {}
     for text in options.shape:
-        shape = Shape(*(int(size) for size in text.split("x")))
+        shape = Shape.of(text)
         x = inputs(shape, "cuda", torch.bfloat16)
         d_o = torch.randn_like(x[2])
         exact = tuple(checked(y) for y in x)
@@ -262,7 +287,7 @@ def on_gpu(options: argparse.Namespace, say: Callable[[str], None]) -> None:
         del x, d_o
         torch.cuda.empty_cache()
     for text in options.first_calls:
-        say(f"\n{text}: seconds of the first forward + backward with nothing compiled, then with a new T, a new B")
+        say(f"\n{text}: seconds (kernels compiled) of the first forward + backward, then with T / 2, T - 37, B + 1")
         for name in rules:
             say(f"  {name:>9}  {in_a_fresh_process(name, text, options.norm)}")
 
@@ -318,7 +343,7 @@ def on_cpu(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     say(f"{'shape':>18} {'pass':>7} {'impl':>10} {'ms':>9} {'min..max':>17} {'Mtoken/s':>9} {'error':>8} {'ratio':>6}")
     rules = available(options.impl, say)
     for text in options.shape:
-        shape = Shape(*(int(size) for size in text.split("x")))
+        shape = Shape.of(text)
         x = inputs(shape)
         for which in options.passes:
             want = program(naive_gated_delta_rule, which)(*(t.double() for t in x))
@@ -349,6 +374,7 @@ def arguments() -> argparse.Namespace:
     gpu.add_argument("--norm", choices=["before", "inside"], default="before", help="where q and k get unit length")
     gpu.add_argument("--host", action="store_true", help="count the time that the host takes to launch")
     gpu.add_argument("--first-calls", nargs="*", default=[], metavar="SHAPE", help="slow: a process each")
+    gpu.add_argument("--jobs", type=int, default=os.cpu_count(), help="processes that compile for the peers; 0: none")
     gpu.add_argument("--first", choices=IMPLEMENTATIONS, help=argparse.SUPPRESS)
     cpu = parser.add_argument_group("on a CPU")
     cpu.add_argument("--pass", nargs="+", choices=["fwd", "fwdbwd"], default=["fwd", "fwdbwd"], dest="passes")
@@ -360,7 +386,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     options = arguments()
     if options.first:
-        shape = Shape(*(int(size) for size in options.shape[0].split("x")))
+        shape = Shape.of(options.shape[0])
         first_calls(options.first, shape, {"use_qk_l2norm_in_kernel": True} if options.norm == "inside" else {})
         return
     lines: list[str] = []

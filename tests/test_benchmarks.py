@@ -30,9 +30,11 @@ COMMANDS = [
     ["step.py", "training.gradient_accumulation_steps=1", "--runs", "1", "--compile", "none", "--twin"],
     ["scan.py", "--impl", "chunk", "recurrent", "--shape", "1x64x1x16x16", "--runs", "1"],
     ["loss.py", "--shape", "64x8x100", "--runs", "1"],
+    ["layer.py", str(ROOT / "recipes" / "configs" / "tiny.yaml"), "training.compile=none", "--runs", "1"],
     ["attention.py", "--help"],
     ["data.py", "--help"],
     ["tune.py", "--help"],
+    ["peers.py", "--help"],
 ]
 
 

@@ -51,6 +51,39 @@ def launches_of(call: Callable[[], object], *modules: Any, multiprocessors: int 
     return launches
 
 
+class Form(NamedTuple):
+    """What decides whether two launches share one compiled kernel.
+
+    Args:
+        signature: the type of each argument.
+        constants: the values that are compiled in.
+        hints: the places of the arguments that are known to be multiples of 16.
+        options: warps, stages and registers.
+    """
+
+    name: str
+    signature: dict[str, str]
+    constants: dict[str, Any]
+    hints: dict[tuple[int, ...], Any]
+    options: dict[str, int]
+
+
+def form_of(launch: Launch) -> Form:
+    """As Triton's launcher specialises a kernel, for tensors that begin where 16 bytes do."""
+    kernel, arguments = launch
+    options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
+    form = Form(kernel.__name__, {}, {}, {}, options)
+    for place, name, kind, value in _specialized(kernel, arguments):
+        form.signature[name] = kind
+        if kind == "constexpr":
+            form.constants[name] = value
+        elif kind.startswith("tensordesc"):
+            continue
+        elif kind[0] == "*" or (kind[0] == "i" and value % 16 == 0 and not kernel.params[place].do_not_specialize):
+            form.hints[(place,)] = [["tt.divisibility", 16]]
+    return form
+
+
 def assert_compiles(launches: list[Launch], capability: int) -> None:
     """Each different kernel becomes machine code that fits the shared memory of the card."""
     import triton
@@ -59,26 +92,14 @@ def assert_compiles(launches: list[Launch], capability: int) -> None:
     from triton.experimental.gluon._runtime import GluonASTSource
 
     seen = set()
-    for kernel, arguments in launches:
-        signature: dict[str, str] = {}
-        constants: dict[str, Any] = {}
-        hints: dict[tuple[int, ...], Any] = {}
-        for place, name, kind, value in _specialized(kernel, arguments):
-            signature[name] = kind
-            if kind == "constexpr":
-                constants[name] = value
-            elif kind.startswith("tensordesc"):
-                continue
-            elif kind[0] == "*" or (kind[0] == "i" and value % 16 == 0 and not kernel.params[place].do_not_specialize):
-                hints[(place,)] = [["tt.divisibility", 16]]
-        options = {name: arguments[name] for name in ("num_warps", "num_stages", "maxnreg") if name in arguments}
-        key = (kernel.__name__, *(str(each) for each in (signature, constants, hints, options)))
-        if key in seen:
+    for launch in launches:
+        kernel, form = launch.kernel, form_of(launch)
+        if str(form) in seen:
             continue
-        seen.add(key)
+        seen.add(str(form))
         source_of = GluonASTSource if kernel.is_gluon() else ASTSource
-        source = source_of(fn=kernel, signature=signature, constexprs=constants, attrs=hints)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        source = source_of(fn=kernel, signature=form.signature, constexprs=form.constants, attrs=form.hints)
+        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=form.options)
         assert compiled.metadata.shared <= SHARED_MEMORY[capability], (kernel.__name__, compiled.metadata.shared)
         assert compiled.asm["cubin"]
 

@@ -1,0 +1,56 @@
+"""Another length or batch launches the kernels that are compiled already: nothing of either is compiled in."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from hymo_kernels.host import narrow_gated_delta_rule as narrow
+from hymo_kernels.host import triton_gated_delta_rule as scan
+from tests.kernels.compiled import Form, form_of, launches_of
+
+
+@pytest.fixture(autouse=True)
+def _needs_triton() -> None:
+    pytest.importorskip("triton", reason="Triton is an extra")
+
+
+def forms(kernels: Any, batch: int, time: int, heads: int, width: int, dtype: torch.dtype) -> list[Form]:
+    """Of what forward and backward launch."""
+    q = torch.zeros(batch, time, heads, width, dtype=dtype)
+    g = torch.zeros(batch, time, heads)
+    static = (width**-0.5, True, False, False, 1.0, False, "tf32x3")
+
+    def call() -> None:
+        o, _, *made = kernels.forward(q, q, q, g, g, None, None, None, None, *static)
+        kernels.backward(q, q, q, None, None, *made, o, None, False, *static)
+
+    return [form_of(launch) for launch in launches_of(call, scan, scan.hopper, narrow)]
+
+
+@pytest.mark.parametrize("batch_and_time", [(1, 4096), (1, 512), (2, 1024), (5, 2112), (3, 1040), (1, 999)], ids=str)
+@pytest.mark.parametrize(
+    ("kernels", "width", "dtype", "on_hopper"),
+    [
+        (scan, 128, torch.bfloat16, True),
+        (scan, 128, torch.bfloat16, False),
+        (scan, 64, torch.float32, False),
+        (narrow, 32, torch.bfloat16, True),
+    ],
+    ids=["hopper", "general", "fp32", "narrow"],
+)
+def test_another_length_or_batch_needs_no_other_kernels(
+    kernels: Any,
+    width: int,
+    dtype: torch.dtype,
+    on_hopper: bool,
+    batch_and_time: tuple[int, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(scan.hopper, "_is_hopper", lambda device: on_hopper)
+    batch, time = batch_and_time
+    # Where no chunk is cut short, Hopper has kernels of their own.
+    usual = 4059 if kernels is scan and on_hopper and time % 64 else 4096
+    for heads in (2, 14):
+        sizes = heads, width, dtype
+        assert forms(kernels, batch, time, *sizes) == forms(kernels, 4, usual, *sizes)
