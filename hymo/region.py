@@ -16,6 +16,7 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hymo import tree
+from hymo.exact_products import exact_products
 from hymo.jit import Compile
 from hymo_kernels.primitive import define, differentiable, tell_inductor
 
@@ -159,6 +160,8 @@ def _halves(pure: Callable[..., Any], inputs: list[Tensor], structure: Any) -> H
         wanted.append(place[base])
         _view_in(backward, its, base, views, after=received[-1])
     forward.graph.output_node().args = ((*results[:outputs], *kept),)
+    if inputs[0].device.type == "cuda":
+        exact_products(backward.graph)
     forward.recompile()
     backward.recompile()
     return Halves(forward, backward, tuple(wanted), len(kept), moving, of_result[0])
