@@ -92,7 +92,7 @@ def test_every_other_graph_stays_as_it_is(case: str, shape: tuple[int, ...]) -> 
 @pytest.mark.parametrize("compile", ["aot_eager", "inductor"])
 def test_a_region_gives_masters_their_gradient_unrounded(compile: Any) -> None:
     def layer(w: Tensor, experts: Tensor, x: Tensor) -> Tensor:
-        return (x @ w.to(x.dtype)) @ experts.to(x.dtype)
+        return 2 * ((x @ w.to(x.dtype)) @ experts.to(x.dtype))
 
     def loss(w: Tensor, experts: Tensor) -> Tensor:
         return (region(layer, compile=compile)(w, experts, x).float() * dy).sum()

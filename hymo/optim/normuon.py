@@ -110,7 +110,11 @@ def orthogonalize(
 ) -> Float[Tensor, "*b m n"]:
     """Nearly the orthogonal factor of each matrix: its singular vectors, with singular values pushed towards 1.
 
-        X = x / (|x| + 1e-7);  repeat  A = X X^T,  X = a X + (b A + c A^2) X
+        X = x / (|x| + 1e-7);  repeat  A = X X^T,  X = (a I + b A + c A^2) X
+
+    The polynomial is rounded to `dtype` once, with a on its diagonal. Were a X added to the product instead, bf16 would
+    err less, by 1 % for gradients and up to a fifth for noise, but X would be copied each time: a product adds to what
+    it overwrites.
 
     Args:
         coefficients: (a, b, c) of each iteration.
@@ -122,9 +126,11 @@ def orthogonalize(
     wide = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     norm: Tensor = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     y = (wide / (norm + 1e-7)).to(dtype or x.dtype)
+    identity = torch.eye(y.shape[-2], dtype=torch.promote_types(y.dtype, torch.float32), device=y.device)
     for a, b, c in coefficients:
         gram = y @ y.mT
-        y = torch.baddbmm(y, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), y, beta=a)
+        polynomial = torch.add(torch.add(a * identity, gram, alpha=b), gram @ gram, alpha=c)
+        y = polynomial.to(y.dtype) @ y
     return y.reshape(x.shape).to(x.dtype)
 
 
