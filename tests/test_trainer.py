@@ -90,6 +90,34 @@ def test_another_seed_is_another_run(data: Path, tmp_path: Path) -> None:
     assert not torch.equal(next(first._loader).batch.tokens, next(second._loader).batch.tokens)
 
 
+def test_runs_that_differ_in_seed_and_folder_share_their_step(data: Path, tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"training": {"seed": 7, "precision": "bfloat16"}, "run": {"name": "other"}},
+        {"training": {"precision": "bfloat16"}, "optimizer": {"adamw_lr": 1e-3}},
+    ]
+    first, second, third = (
+        open_trainer(run_config(data, **{"training": {"precision": "bfloat16"}, **each}), tmp_path / str(i))
+        for i, each in enumerate(changes)
+    )
+    assert first._compiled is second._compiled
+    assert first._sharded_backend is second._sharded_backend
+    assert third._compiled is not first._compiled
+
+
+def test_a_run_without_checkpoints_saves_when_it_is_asked_to_stop(data: Path, tmp_path: Path) -> None:
+    config = run_config(data, training={"save_interval": None})
+    quiet = open_trainer(config, tmp_path / "quiet")
+    assert quiet.train() is not None
+    assert find_latest(tmp_path / "quiet" / "checkpoints") is None
+    stopped = open_trainer(config, tmp_path / "stopped")
+    stopped.train(max_steps=2)
+    stopped._stop = lambda: "SIGTERM"
+    with pytest.raises(TrainingStopped, match=r"--resume goes on from step_0*2$"):
+        stopped.train()
+    assert find_latest(tmp_path / "stopped" / "checkpoints") is not None
+
+
 def test_three_and_three_steps_are_six(data: Path, tmp_path: Path, whole: Finished) -> None:
     first = open_trainer(run_config(data), tmp_path)
     first.train(max_steps=3)
