@@ -1,7 +1,7 @@
 """Train variants of one model on the same tokens, over some seeds, and compare them in a table.
 
     python recipes/ablate.py recipes/configs/tiny.yaml --arms base all-mla all-gdn --seeds 3 run.output_dir=ablation
-    python recipes/ablate.py recipes/configs/hymo_100m.yaml --jobs 4 --arms base all-mla ... run.output_dir=ablation
+    python recipes/ablate.py recipes/configs/hymo_100m.yaml --arms base value-skip --jobs 2 run.output_dir=ablation ...
     python recipes/ablate.py --list
 
 An arm is the base configuration with a few keys changed. Where that changes how many parameters a token meets, one
