@@ -16,7 +16,7 @@ from hymo.handle import build_hymo
 from hymo.progress import MetricsLog, clock
 from hymo.run_data import open_run_data
 from hymo.run_folder import held
-from hymo.trainer import Trainer, TrainingStopped, check_available
+from hymo.trainer import Trainer, TrainingStopped, _last_compiled_step, check_available
 
 CPU = torch.device("cpu")
 TIMES = ("tokens_per_second", "seconds", "eta_seconds")
@@ -103,6 +103,24 @@ def test_runs_that_differ_in_seed_and_folder_share_their_step(data: Path, tmp_pa
     assert first._compiled is second._compiled
     assert first._sharded_backend is second._sharded_backend
     assert third._compiled is not first._compiled
+
+
+@pytest.mark.heavy
+def test_a_run_after_another_is_bitwise_what_it_is_alone(data: Path, tmp_path: Path) -> None:
+    def trained(seed: int, folder: str) -> Trainer:
+        training = {"seed": seed, "compile": "aot_eager", "save_interval": None, "eval_interval": 100}
+        trainer = open_trainer(run_config(data, training=training, scheduler={"total_steps": 3}), tmp_path / folder)
+        trainer.train()
+        trainer.close()
+        return trainer
+
+    first, second = trained(0, "first"), trained(7, "second")
+    assert first._compiled is second._compiled
+    _last_compiled_step.cache_clear()
+    alone = trained(7, "alone")
+    assert alone._compiled is not second._compiled
+    assert records(tmp_path / "alone") == records(tmp_path / "second") != records(tmp_path / "first")
+    assert_bitwise_equal(alone.state, second.state)
 
 
 def test_a_run_without_checkpoints_saves_when_it_is_asked_to_stop(data: Path, tmp_path: Path) -> None:
