@@ -3,6 +3,7 @@
 Choosing kernels, a compute dtype or sharding is passing another record; the model never asks which one it got.
 """
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from functools import partial
@@ -133,8 +134,12 @@ def _triton_is_missing(device: torch.device) -> str | None:
     return None
 
 
+@functools.cache
 def with_compute_dtype(backend: Backend, dtype: torch.dtype) -> Backend:
-    """The same backend, its layers computing in `dtype`; gates, norms, states and the loss stay in fp32."""
+    """The same backend, its layers computing in `dtype`; gates, norms, states and the loss stay in fp32.
+
+    Asked again it is one and the same, so that what is compiled for it is found again.
+    """
     if dtype == torch.float32:
         return backend
     return backend._replace(gather=partial(_cast, dtype=dtype))

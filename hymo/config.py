@@ -274,7 +274,11 @@ class TrainingConfig(Section):
     )
     grad_clip: float = key(1.0, "Largest global gradient norm; .inf for no clipping.", within="[1e-30, inf]")
     nan_skip_budget: int = key(10, "Non-finite steps skipped in a row before the run ends.", within="[0, 1e12]")
-    save_interval: int = key(4000, "Steps between checkpoints.", within="[1, 1e12]")
+    save_interval: int | None = key(
+        4000,
+        "Steps between checkpoints, one more at the end; null for none but of a run that is asked to stop.",
+        within="[1, 1e12]",
+    )
     keep_last: int = key(2, "Newest checkpoints that are kept.", within="[1, 1e6]")
     keep_every: int | None = key(
         None, "A checkpoint is kept for good if its step is a multiple of this; null for none.", within="[1, 1e12]"

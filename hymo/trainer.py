@@ -4,7 +4,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hymo import tree
 from hymo.accounting import flops_per_token, peak_flops
-from hymo.backend import choose_backend
+from hymo.backend import Backend, choose_backend
 from hymo.batch import Batch
 from hymo.checkpoint import Provenance, check_continues, find_latest, folder_name, load_checkpoint
-from hymo.config import HyMoConfig, TrainingConfig
+from hymo.config import HyMoConfig, RunConfig, TrainingConfig, derive_config
 from hymo.data import BatchLoader, SourcedBatch
 from hymo.distributed import ALONE, Ranks, world_size
 from hymo.evaluate import Evaluation, compute_validation_loss
@@ -121,10 +121,9 @@ class Trainer:
         self._backend = choose_backend(training, self.device)
         sharded = sharded_backend(self._backend, getattr(torch, training.precision), ranks)
         optimizer = build_optimizer(config.optimizer, config.scheduler, spec, ranks=ranks)
-        pure = partial(train_step, cfg=config, spec=spec, optimizer=optimizer, backend=sharded, ranks=ranks)
-        # Of several ranks nobody has tried what NCCL does in a graph.
-        replay = training.cuda_graph and training.compile == "inductor" and ranks.world == 1
-        self._compiled = jit(pure, compile=training.compile, donate=True, replay=replay)
+        # The group of several ranks ends with their run; alone, the next run of the process may take the same step.
+        compiled = _compiled_step if ranks.world > 1 else _last_compiled_step
+        self._compiled = compiled(derive_config(config, training={"seed": 0}, run=RunConfig()), sharded, ranks)
         self._sharded_backend = sharded
         # A step writes into the state's storage, which must not be the caller's.
         params = build_hymo(config).params if model is None else tree.map(torch.clone, model.params)
@@ -197,7 +196,8 @@ class Trainer:
                 unread = Unread(self.step, self.samples, metrics, wait)
             is_last = self.step == last
             evaluates = is_last or self.step % training.eval_interval == 0
-            is_due = is_due or is_last or self.step % training.save_interval == 0
+            if training.save_interval is not None:
+                is_due = is_due or is_last or self.step % training.save_interval == 0
             saves = False
             if evaluates or is_due:
                 # A checkpoint from among skipped steps would push out one from before what led to them.
@@ -383,6 +383,18 @@ class Trainer:
             )
         return skipped
 
+
+def _compiled_step(config: HyMoConfig, backend: Backend, ranks: Ranks) -> Callable[..., tuple[TrainState, Metrics]]:
+    spec = model_spec(config.model)
+    optimizer = build_optimizer(config.optimizer, config.scheduler, spec, ranks=ranks)
+    pure = partial(train_step, cfg=config, spec=spec, optimizer=optimizer, backend=backend, ranks=ranks)
+    # Of several ranks nobody has tried what NCCL does in a graph.
+    replay = config.training.cuda_graph and config.training.compile == "inductor" and ranks.world == 1
+    return jit(pure, compile=config.training.compile, donate=True, replay=replay)
+
+
+_last_compiled_step = lru_cache(maxsize=1)(_compiled_step)
+"""Runs that differ in seed and folder alone are, one after the other in a process, compiled once."""
 
 _ASKED = object()
 """In place of data: training is to stop."""

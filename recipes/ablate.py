@@ -1,23 +1,29 @@
 """Train variants of one model on the same tokens, over some seeds, and compare them in a table.
 
     python recipes/ablate.py recipes/configs/tiny.yaml --arms base all-mla all-gdn --seeds 3 run.output_dir=ablation
+    python recipes/ablate.py recipes/configs/hymo_100m.yaml --arms base value-skip --jobs 2 run.output_dir=ablation ...
     python recipes/ablate.py --list
 
 An arm is the base configuration with a few keys changed. Where that changes how many parameters a token meets, one
-width makes up for it. Every arm and seed is a run of `pretrain.py` in a folder of its own; called again, what is done
-stays, and what was interrupted goes on. What is asked wrongly is a line a problem and exit code 2, before any run
-begins.
+width makes up for it. Every arm is a process, --jobs of them at a time; every seed of it is a run of `pretrain.py` in a
+folder of its own, one after the other, compiled once. The table is written anew whenever a run is done. Called again,
+what is done stays, and what was interrupted goes on. What is asked wrongly is a line a problem and exit code 2, before
+any run begins; runs that failed are named at the end, with exit code 1.
 """
 
 import json
+import multiprocessing
+import os
 import statistics
-import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from command_line import Parser, Refusal, execute, user_errors
+import pretrain
+from command_line import Parser, available_cores, execute, user_errors
 
 from hymo.accounting import model_parts
 from hymo.config import HyMoConfig, ModelConfig, derive_config
@@ -26,8 +32,9 @@ from hymo.run_folder import CONFIG, METRICS, REPORT, holds_run, write_whole
 from hymo.trainer import TrainingStopped
 
 TINY = Path(__file__).parent / "configs" / "tiny.yaml"
-PRETRAIN = Path(__file__).parent / "pretrain.py"
 TABLE, RESULTS = "ablation.txt", "ablation.json"
+LOOK_INTERVAL = 5.0
+"""Seconds between two looks at which runs are done."""
 
 
 class Arm(NamedTuple):
@@ -94,6 +101,7 @@ def ablate(arguments: list[str]) -> None:
     parser.add_argument("values", nargs="*", metavar="[CONFIG] section.key=value", help=f"default {TINY.name}")
     parser.add_argument("--arms", nargs="+", default=["base", "all-gdn", "all-mla"], metavar="ARM")
     parser.add_argument("--seeds", type=int, default=3, metavar="N", help="runs of each arm, from training.seed on")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="arms at a time; they share cores and GPU")
     parser.add_argument("--list", action="store_true", help="print the arms and stop")
     with user_errors():
         asked = parser.parse_intermixed_args(arguments)
@@ -102,19 +110,17 @@ def ablate(arguments: list[str]) -> None:
             return
         is_named = bool(asked.values) and "=" not in asked.values[0]
         base = load_config(Path(asked.values[0]) if is_named else TINY, asked.values[is_named:])
+        if asked.jobs < 1:
+            raise ValueError(f"--jobs: expected at least 1, got {asked.jobs}")
         configs, folder = plan(base, asked.arms, seeds=asked.seeds)
-    for (arm, seed), config in configs.items():
-        train(config, folder / run_name(arm, seed))
-    found = {key: read(folder / run_name(*key)) for key in configs}
-    text = "\n".join(table(found, {arm: configs[arm, base.training.seed] for arm, _ in configs}))
-    write_whole(folder / TABLE, text + "\n")
-    results = [{"arm": arm, "seed": seed, **result._asdict()} for (arm, seed), result in found.items()]
-    write_whole(folder / RESULTS, json.dumps(results, indent=1) + "\n")
-    print(f"\n{text}\n\n{folder / TABLE}")
+    failures = train(configs, folder, jobs=asked.jobs)
+    print(f"\n{tell(configs, folder)}\n\n{folder / TABLE}", flush=True)
+    if failures:
+        raise TrainingStopped("\n".join(failures), exit_code=1)
 
 
 def plan(base: HyMoConfig, arms: Sequence[str], *, seeds: int) -> tuple[dict[tuple[str, int], HyMoConfig], Path]:
-    """The configuration of every arm and seed, seeds outermost so that all arms have one run early; and their folder.
+    """The configuration of every arm and seed, arm by arm, and their folder.
 
     Raises:
         ValueError: for an arm that there is not, fewer than one seed, no folder, or keys that do not fit together.
@@ -140,8 +146,8 @@ def plan(base: HyMoConfig, arms: Sequence[str], *, seeds: int) -> tuple[dict[tup
                 "run.output_dir": str(folder / run_name(name, seed)),
             },
         )
-        for seed in range(first, first + seeds)
         for name, config in derived.items()
+        for seed in range(first, first + seeds)
     }, folder
 
 
@@ -175,22 +181,74 @@ def active(config: HyMoConfig) -> float:
     return sum(part.active for part in model_parts(config.model, config.training.max_seq_len))
 
 
-def train(config: HyMoConfig, folder: Path) -> None:
-    """Runs one arm, unless it is done."""
-    if (folder / REPORT).exists():
-        print(f"{folder}: done before", flush=True)
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    resumed = holds_run(folder)
-    source = folder / CONFIG if resumed else folder.parent / f"{folder.name}.yaml"
-    if not resumed:
-        write_whole(source, to_yaml(config))
-    print(f"== {folder.name}", flush=True)
-    code = subprocess.run([sys.executable, str(PRETRAIN), str(source), *["--resume"] * resumed], check=False).returncode
-    if code == 2:
-        raise Refusal(f"{folder.name}: its run was refused, see the line above")
-    if code:
-        raise TrainingStopped(f"{folder.name}: its run ended with exit code {code}", exit_code=1)
+def train(configs: dict[tuple[str, int], HyMoConfig], folder: Path, *, jobs: int) -> list[str]:
+    """Trains what is not done, `jobs` arms at a time, and keeps the table; returns a line for each arm that failed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    waiting: dict[str, list[Path]] = {}
+    for (arm, seed), config in configs.items():
+        run = folder / run_name(arm, seed)
+        if (run / REPORT).exists():
+            print(f"{run}: done before", flush=True)
+            continue
+        if not holds_run(run):
+            write_whole(source_of(run), to_yaml(config))
+        waiting.setdefault(arm, []).append(run)
+    if jobs > 1:
+        for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
+            os.environ.setdefault(name, str(max(1, available_cores() // min(jobs, max(1, len(waiting))))))
+    order, failures, told = deque(waiting), [], 0
+    # Of a GPU that another process has opened a fork could not use its own.
+    context = multiprocessing.get_context("spawn")
+    running: dict[int, tuple[str, Any]] = {}
+    while order or running:
+        while order and len(running) < jobs:
+            arm = order.popleft()
+            log = folder / f"{arm}.log" if jobs > 1 else None
+            process = context.Process(target=train_arm, args=(waiting[arm], log))
+            process.start()
+            running[process.sentinel] = arm, process
+            print(f"== {arm}: {len(waiting[arm])} runs{f', see {log}' if log else ''}", flush=True)
+        for sentinel in wait(list(running), timeout=LOOK_INTERVAL):
+            arm, process = running.pop(sentinel)
+            process.join()
+            missing = [run.name for run in waiting[arm] if not (run / REPORT).exists()]
+            if missing:
+                failures.append(f"{arm}: {', '.join(missing)} not done; its process ended with code {process.exitcode}")
+                print(failures[-1], flush=True)
+        done = results(configs, folder)
+        if len(done) > told:
+            told = len(done)
+            tell(configs, folder)
+            print(f"{told} of {len(configs)} runs done", flush=True)
+    return failures
+
+
+def train_arm(runs: Sequence[Path], log: Path | None) -> None:
+    """The runs of an arm, one after the other, in a process of their own; ends it with the worst exit code."""
+    if log:
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(file, 1)
+        os.dup2(file, 2)
+    worst = 0
+    for run in runs:
+        print(f"== {run.name}", flush=True)
+        code = pretrain.main([str(run / CONFIG), "--resume"] if holds_run(run) else [str(source_of(run))])
+        worst = max(worst, code)
+        was_stopped = not code and not (run / REPORT).exists()
+        if was_stopped or code > 2:
+            break
+    sys.exit(worst)
+
+
+def source_of(run: Path) -> Path:
+    """The configuration that a run begins from."""
+    return run.with_name(f"{run.name}.yaml")
+
+
+def results(configs: dict[tuple[str, int], HyMoConfig], folder: Path) -> dict[tuple[str, int], Result]:
+    """What the runs that are done came to."""
+    runs = {key: folder / run_name(*key) for key in configs}
+    return {key: read(run) for key, run in runs.items() if (run / REPORT).exists()}
 
 
 def read(folder: Path) -> Result:
@@ -206,27 +264,39 @@ def read(folder: Path) -> Result:
     )
 
 
+def tell(configs: dict[tuple[str, int], HyMoConfig], folder: Path) -> str:
+    """Writes what is known by now, and returns it as a table."""
+    found = results(configs, folder)
+    text = "\n".join(table(found, {arm: config for (arm, _), config in configs.items()}))
+    write_whole(folder / TABLE, text + "\n")
+    rows = [{"arm": arm, "seed": seed, **result._asdict()} for (arm, seed), result in found.items()]
+    write_whole(folder / RESULTS, json.dumps(rows, indent=1) + "\n")
+    return text
+
+
 def table(found: dict[tuple[str, int], Result], configs: dict[str, HyMoConfig]) -> Iterator[str]:
-    """Bits per byte of every arm: mean and spread over seeds, and how far from the first arm, seed by seed."""
-    arms = list(configs)
-    seeds = [seed for arm, seed in found if arm == arms[0]]
-    sources = list(next(iter(found.values())).sources)
-    of = f"mean ± standard deviation of {len(seeds)} seeds" if len(seeds) > 1 else "one seed"
-    yield f"bits/byte on held-out text, {of}; difference to {arms[0]}, seed by seed"
-    heads = ["parameters", "a token", "bits/byte", "difference", "tokens/s", *sources]
-    yield f"{'arm':22s} {'family':10s} " + " ".join(f"{head:>18s}" for head in heads)
-    for arm in arms:
-        runs, first = ([found[name, seed] for seed in seeds] for name in (arm, arms[0]))
-        parts = model_parts(configs[arm].model, configs[arm].training.max_seq_len)
+    """Bits per byte of every arm: mean and spread over seeds, how far from the first arm, and of each source."""
+    runs = {arm: {seed: result for (name, seed), result in found.items() if name == arm} for arm in configs}
+    first, base = next(iter(runs.items()))
+    yield f"bits/byte on held-out text: mean ± standard deviation over seeds; difference to {first}, seed by seed"
+    heads = ["parameters", "a token", "bits/byte", "difference", "tokens/s"]
+    yield f"{'arm':22s} {'family':10s} {'seeds':>5s} " + " ".join(f"{head:>18s}" for head in heads)
+    for arm, config in configs.items():
+        parts, its = model_parts(config.model, config.training.max_seq_len), runs[arm]
         cells = [
             f"{sum(part.stored for part in parts):,.0f}",
-            f"{active(configs[arm]):,.0f}",
-            spread([run.bits_per_byte for run in runs]),
-            spread([run.bits_per_byte - base.bits_per_byte for run, base in zip(runs, first, strict=True)], sign="+"),
-            speed([run.tokens_per_second for run in runs if run.tokens_per_second is not None]),
-            *(spread([run.sources[source] for run in runs]) for source in sources),
+            f"{active(config):,.0f}",
+            spread([run.bits_per_byte for run in its.values()]),
+            spread([run.bits_per_byte - base[seed].bits_per_byte for seed, run in its.items() if seed in base], "+"),
+            speed([run.tokens_per_second for run in its.values() if run.tokens_per_second is not None]),
         ]
-        yield f"{arm:22s} {ARMS[arm].family:10s} " + " ".join(f"{cell:>18s}" for cell in cells)
+        yield f"{arm:22s} {ARMS[arm].family:10s} {len(its):5d} " + " ".join(f"{cell:>18s}" for cell in cells)
+    sources = list(next(iter(found.values())).sources) if found else []
+    yield ""
+    yield f"{'bits/byte of a source':22s} " + " ".join(f"{source:>18s}" for source in sources)
+    for arm, its in runs.items():
+        cells = [spread([run.sources[source] for run in its.values()]) for source in sources]
+        yield f"{arm:22s} " + " ".join(f"{cell:>18s}" for cell in cells)
 
 
 def speed(values: list[float]) -> str:
@@ -234,8 +304,10 @@ def speed(values: list[float]) -> str:
     return f"{statistics.median(values):,.0f}" if values else "-"
 
 
-def spread(values: list[float], *, sign: str = "") -> str:
+def spread(values: list[float], sign: str = "") -> str:
     """Mean and, of several, standard deviation."""
+    if not values:
+        return "-"
     mean = f"{statistics.fmean(values):{sign}.4f}"
     return f"{mean} ± {statistics.stdev(values):.4f}" if len(values) > 1 else mean
 

@@ -77,6 +77,11 @@ def execute(name: str, job: Callable[[], object]) -> int:
     return code
 
 
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def _told(error: OSError) -> str:
     return f"{error.filename}: {error.strerror}" if error.filename else error.strerror or str(error)
 

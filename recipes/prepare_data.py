@@ -8,7 +8,6 @@ was killed goes on where it was, what is finished is left alone. What is asked w
 """
 
 import json
-import os
 import re
 import shlex
 import sys
@@ -16,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from command_line import Parser, execute, user_errors
+from command_line import Parser, available_cores, execute, user_errors
 
 from hymo.config_yaml import load_sections
 from hymo.data import PreparedCorpus, prepare
@@ -86,11 +85,6 @@ def _quoted(name: str) -> str:
     """As YAML has a text: in quotes if it would be something else without."""
     is_plain = re.fullmatch(r"[A-Za-z_][\w-]*", name) and name.lower() not in _WORDS
     return name if is_plain else json.dumps(name, ensure_ascii=False)
-
-
-def available_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 if __name__ == "__main__" and (code := main()):

@@ -59,7 +59,7 @@ def small(**keys: object) -> ModelConfig:
     return derive_config(HyMoConfig(), model={**SMALL, **keys}).model
 
 
-@pytest.mark.parametrize("name", ["tiny", "hymo_750m", "hymo_750m_small_heads"])
+@pytest.mark.parametrize("name", ["tiny", "hymo_100m", "hymo_750m", "hymo_750m_small_heads"])
 def test_parts_and_groups_add_up_to_a_model_without_storage(name: str) -> None:
     config = load_config(CONFIGS / f"{name}.yaml")
     trainable, buffers = partition(model_spec(config.model), abstract(model_spec(config.model)))

@@ -27,7 +27,7 @@ from hymo.handle import build_hymo
 from hymo.progress import MetricsLog, clock
 from hymo.run_data import open_run_data
 from hymo.run_folder import held
-from hymo.trainer import Trainer, TrainingStopped, check_available
+from hymo.trainer import Trainer, TrainingStopped, _last_compiled_step, check_available
 
 CPU = torch.device("cpu")
 TIMES = ("tokens_per_second", "seconds", "eta_seconds")
@@ -99,6 +99,52 @@ def test_another_seed_is_another_run(data: Path, tmp_path: Path) -> None:
     second = open_trainer(run_config(data, training={"seed": 7}), tmp_path / "b")
     assert not torch.equal(first.state.params.table, second.state.params.table)
     assert not torch.equal(next(first._loader).batch.tokens, next(second._loader).batch.tokens)
+
+
+def test_runs_that_differ_in_seed_and_folder_share_their_step(data: Path, tmp_path: Path) -> None:
+    changes: list[dict[str, Any]] = [
+        {},
+        {"training": {"seed": 7, "precision": "bfloat16"}, "run": {"name": "other"}},
+        {"training": {"precision": "bfloat16"}, "optimizer": {"adamw_lr": 1e-3}},
+    ]
+    first, second, third = (
+        open_trainer(run_config(data, **{"training": {"precision": "bfloat16"}, **each}), tmp_path / str(i))
+        for i, each in enumerate(changes)
+    )
+    assert first._compiled is second._compiled
+    assert first._sharded_backend is second._sharded_backend
+    assert third._compiled is not first._compiled
+
+
+@pytest.mark.heavy
+def test_a_run_after_another_is_bitwise_what_it_is_alone(data: Path, tmp_path: Path) -> None:
+    def trained(seed: int, folder: str) -> Trainer:
+        training = {"seed": seed, "compile": "aot_eager", "save_interval": None, "eval_interval": 100}
+        trainer = open_trainer(run_config(data, training=training, scheduler={"total_steps": 3}), tmp_path / folder)
+        trainer.train()
+        trainer.close()
+        return trainer
+
+    first, second = trained(0, "first"), trained(7, "second")
+    assert first._compiled is second._compiled
+    _last_compiled_step.cache_clear()
+    alone = trained(7, "alone")
+    assert alone._compiled is not second._compiled
+    assert records(tmp_path / "alone") == records(tmp_path / "second") != records(tmp_path / "first")
+    assert_bitwise_equal(alone.state, second.state)
+
+
+def test_a_run_without_checkpoints_saves_when_it_is_asked_to_stop(data: Path, tmp_path: Path) -> None:
+    config = run_config(data, training={"save_interval": None})
+    quiet = open_trainer(config, tmp_path / "quiet")
+    assert quiet.train() is not None
+    assert find_latest(tmp_path / "quiet" / "checkpoints") is None
+    stopped = open_trainer(config, tmp_path / "stopped")
+    stopped.train(max_steps=2)
+    stopped._stop = lambda: "SIGTERM"
+    with pytest.raises(TrainingStopped, match=r"--resume goes on from step_0*2$"):
+        stopped.train()
+    assert find_latest(tmp_path / "stopped" / "checkpoints") is not None
 
 
 def test_three_and_three_steps_are_six(data: Path, tmp_path: Path, whole: Finished) -> None:
