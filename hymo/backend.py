@@ -14,7 +14,13 @@ from torch import Tensor
 from hymo.config import TrainingConfig
 from hymo.params import for_compute
 from hymo.region import region
-from hymo_kernels import causal_conv1d, document_attention, gated_delta_rule, gated_linear_scan, linear_cross_entropy
+from hymo_kernels import (
+    causal_conv1d_heads,
+    document_attention,
+    gated_delta_rule,
+    gated_linear_scan,
+    linear_cross_entropy,
+)
 
 
 class Backend(NamedTuple):
@@ -23,7 +29,7 @@ class Backend(NamedTuple):
     Args:
         scan: the gated delta rule, `hymo_kernels.gated_delta_rule`.
         linear_scan: the additive recurrence, `hymo_kernels.gated_linear_scan`.
-        conv: the causal depthwise convolution, `hymo_kernels.causal_conv1d`.
+        conv: queries, keys and values by a causal convolution, rotated, `hymo_kernels.causal_conv1d_heads`.
         attend: document-isolated causal attention, `hymo_kernels.document_attention`.
         cross_entropy: the loss of a vocabulary head, `hymo_kernels.linear_cross_entropy`.
         gather: (parameters of a block, their specs) -> the parameters its layers use.
@@ -33,7 +39,7 @@ class Backend(NamedTuple):
 
     scan: Callable[..., tuple[Tensor, Tensor | None]]
     linear_scan: Callable[..., tuple[Tensor, Tensor | None]]
-    conv: Callable[..., tuple[Tensor, Tensor | None]]
+    conv: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     gather: Callable[[Any, Any], Any]
@@ -63,7 +69,7 @@ LOGIT_BYTES, GPU_LOGIT_BYTES = 2**22, 2**30
 EAGER = Backend(
     scan=partial(gated_delta_rule, backend="eager"),
     linear_scan=partial(gated_linear_scan, backend="eager"),
-    conv=partial(causal_conv1d, backend="eager"),
+    conv=partial(causal_conv1d_heads, backend="eager"),
     attend=partial(document_attention, backend="eager"),
     cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=LOGIT_BYTES),
     gather=keep,
@@ -78,7 +84,7 @@ EAGER_ON_GPU = EAGER._replace(cross_entropy=partial(linear_cross_entropy, backen
 TRITON = EAGER._replace(
     scan=partial(gated_delta_rule, backend="triton"),
     linear_scan=partial(gated_linear_scan, backend="triton"),
-    conv=partial(causal_conv1d, backend="triton"),
+    conv=partial(causal_conv1d_heads, backend="triton"),
     attend=partial(document_attention, backend="triton"),
     cross_entropy=partial(linear_cross_entropy, backend="triton", logit_bytes=GPU_LOGIT_BYTES),
 )
@@ -87,7 +93,7 @@ TRITON = EAGER._replace(
 AUTO = EAGER._replace(
     scan=gated_delta_rule,
     linear_scan=gated_linear_scan,
-    conv=causal_conv1d,
+    conv=causal_conv1d_heads,
     attend=document_attention,
     cross_entropy=partial(linear_cross_entropy, logit_bytes=GPU_LOGIT_BYTES),
 )

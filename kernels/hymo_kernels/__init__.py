@@ -1,6 +1,7 @@
 """hymo's kernels: operations on sequences that a model is made of, each beside its definition."""
 
 from hymo_kernels.host.causal_conv1d import causal_conv1d
+from hymo_kernels.host.causal_conv1d_heads import causal_conv1d_heads
 from hymo_kernels.host.cross_entropy import linear_cross_entropy
 from hymo_kernels.host.document_attention import document_attention, naive_document_attention
 from hymo_kernels.host.gated_delta_rule import (
@@ -11,9 +12,11 @@ from hymo_kernels.host.gated_delta_rule import (
     naive_recurrent_gated_delta_rule,
 )
 from hymo_kernels.host.gated_linear_scan import gated_linear_scan, naive_gated_linear_scan
+from hymo_kernels.host.rotation import rotated
 
 __all__ = [
     "causal_conv1d",
+    "causal_conv1d_heads",
     "chunk_gated_delta_rule",
     "document_attention",
     "fused_recurrent_gated_delta_rule",
@@ -24,4 +27,5 @@ __all__ = [
     "naive_gated_delta_rule",
     "naive_gated_linear_scan",
     "naive_recurrent_gated_delta_rule",
+    "rotated",
 ]
