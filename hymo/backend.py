@@ -15,7 +15,13 @@ from torch import Tensor
 from hymo.config import TrainingConfig
 from hymo.params import for_compute
 from hymo.region import once, region
-from hymo_kernels import causal_conv1d, document_attention, gated_delta_rule, gated_linear_scan, linear_cross_entropy
+from hymo_kernels import (
+    causal_conv1d_heads,
+    document_attention,
+    gated_delta_rule,
+    gated_linear_scan,
+    linear_cross_entropy,
+)
 
 
 class Backend(NamedTuple):
@@ -24,7 +30,7 @@ class Backend(NamedTuple):
     Args:
         scan: the gated delta rule, `hymo_kernels.gated_delta_rule`.
         linear_scan: the additive recurrence, `hymo_kernels.gated_linear_scan`.
-        conv: the causal depthwise convolution, `hymo_kernels.causal_conv1d`.
+        conv: queries, keys and values by a causal convolution, rotated, `hymo_kernels.causal_conv1d_heads`.
         attend: document-isolated causal attention, `hymo_kernels.document_attention`.
         cross_entropy: the loss of a vocabulary head, `hymo_kernels.linear_cross_entropy`.
         gather: (parameters of a block, their specs) -> the parameters its layers use.
@@ -35,7 +41,7 @@ class Backend(NamedTuple):
 
     scan: Callable[..., tuple[Tensor, Tensor | None]]
     linear_scan: Callable[..., tuple[Tensor, Tensor | None]]
-    conv: Callable[..., tuple[Tensor, Tensor | None]]
+    conv: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
     cross_entropy: Callable[..., Tensor]
     gather: Callable[[Any, Any], Any]
@@ -67,7 +73,7 @@ LOGIT_BYTES, GPU_LOGIT_BYTES = 2**22, 2**30
 EAGER = Backend(
     scan=partial(gated_delta_rule, backend="eager"),
     linear_scan=partial(gated_linear_scan, backend="eager"),
-    conv=partial(causal_conv1d, backend="eager"),
+    conv=partial(causal_conv1d_heads, backend="eager"),
     attend=partial(document_attention, backend="eager"),
     cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=LOGIT_BYTES),
     gather=keep,
@@ -83,7 +89,7 @@ EAGER_ON_GPU = EAGER._replace(cross_entropy=partial(linear_cross_entropy, backen
 TRITON = EAGER._replace(
     scan=partial(gated_delta_rule, backend="triton", keep_states=True),
     linear_scan=partial(gated_linear_scan, backend="triton"),
-    conv=partial(causal_conv1d, backend="triton"),
+    conv=partial(causal_conv1d_heads, backend="triton"),
     attend=partial(document_attention, backend="triton"),
     cross_entropy=partial(linear_cross_entropy, backend="triton", logit_bytes=GPU_LOGIT_BYTES),
 )
@@ -92,7 +98,7 @@ TRITON = EAGER._replace(
 AUTO = EAGER._replace(
     scan=partial(gated_delta_rule, keep_states=True),
     linear_scan=gated_linear_scan,
-    conv=causal_conv1d,
+    conv=causal_conv1d_heads,
     attend=document_attention,
     cross_entropy=partial(linear_cross_entropy, logit_bytes=GPU_LOGIT_BYTES),
 )

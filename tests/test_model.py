@@ -18,6 +18,7 @@ from hymo.layers.gdn import gdn, gdn_spec
 from hymo.layers.mla import mla, mla_spec
 from hymo.layers.moe import moe, moe_spec
 from hymo.layers.norm import rms_norm
+from hymo.layers.rope import rotary
 from hymo.loss import label_counts, label_masks, loss, token_nats
 from hymo.model import forward, model_spec, trunk
 from hymo.params import initialize, partition
@@ -45,7 +46,10 @@ def mixer(kind: str) -> Any:
         return lambda x: mla(p, x, cfg=CFG, position=POSITION)[0]
     if kind == "convolution":
         taps = torch.randn(CFG.dim, 4, generator=torch.Generator().manual_seed(0))
-        return lambda x: EAGER.conv(x, taps, position=POSITION, activation="silu")[0]
+        sizes = {"key_heads": 1, "key_dim": CFG.dim // 4, "value_heads": 1}
+        convolve = partial(EAGER.conv, position=POSITION, **sizes)
+        angles = rotary(POSITION, dims=4, theta=1e4)
+        return lambda x: torch.cat(convolve(x, taps, *angles)[:3], dim=-1).flatten(2)
     cfg = tiny_config(model={"gdn_rule": kind.removesuffix(" scan"), "gdn_conv": 1}).model
     p = initialize(gdn_spec(cfg), 0)
     return lambda x: gdn(p, x, cfg=cfg, position=POSITION)[0]

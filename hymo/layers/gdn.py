@@ -12,7 +12,7 @@ from torch import Tensor
 from hymo.backend import EAGER, Backend
 from hymo.config import ModelConfig
 from hymo.layers.norm import gated_rms_norm
-from hymo.layers.rope import Rotary, rotary, rotate
+from hymo.layers.rope import Rotary, rotary
 from hymo.params import constant, declare, gate, matrix, power, uniform_fan_in, vector
 from hymo_kernels import mixed_linear
 
@@ -109,22 +109,21 @@ def gdn(
 
     Source: Yang, Kautz, Hatamizadeh 2024, arXiv:2412.06464. Departs from it: rotary positions on a part of the keys.
     """
-    key_features, value_features = p.q.shape[1], p.v.shape[1]
-    mixed = x @ torch.cat([p.q, p.k, p.v, p.output_gate], dim=1)
-    qkv, output_gate = torch.split(mixed, [2 * key_features + value_features, value_features], dim=-1)
-    qkv, conv = backend.conv(
+    # Two products, not one that is split: the gradients of their results then need not be joined.
+    qkv = x @ torch.cat([p.q, p.k, p.v], dim=1)
+    output_gate = x @ p.output_gate
+    angles = angles or rotary(position, dims=cfg.gdn_rope_dim, theta=cfg.rope_theta)
+    q, k, v, conv = backend.conv(
         qkv,
         torch.cat([p.q_conv, p.k_conv, p.v_conv]),
+        *angles,
+        key_heads=cfg.gdn_n_key_heads,
+        key_dim=cfg.gdn_key_dim,
+        value_heads=cfg.gdn_n_heads,
         position=position,
-        activation="silu",
         initial_state=state.conv.to(qkv.dtype) if state else None,
         output_final_state=state is not None,
     )
-    q, k, v = torch.split(qkv, [key_features, key_features, value_features], dim=-1)
-    q, k = (rearrange(y, "b t (g k) -> b t g k", k=cfg.gdn_key_dim) for y in (q, k))
-    v = rearrange(v, "b t (h v) -> b t h v", v=cfg.gdn_value_dim)
-    angles = angles or rotary(position, dims=cfg.gdn_rope_dim, theta=cfg.rope_theta)
-    q, k = rotate(q, angles), rotate(k, angles)
 
     recur = _add if cfg.gdn_rule == "gated_linear" else _write
     o, memory = recur(p, x, q, k, v, cfg=cfg, position=position, backend=backend, state=state)

@@ -6,6 +6,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hymo_kernels import rotated
+
 
 class Rotary(NamedTuple):
     """Cosines and sines of the angles of every token's pairs of features; they carry no gradient."""
@@ -34,10 +36,4 @@ def rotate(x: Float[Tensor, "b t h k"], by: Rotary) -> Float[Tensor, "b t h k"]:
 
     Source: Su et al. 2021, arXiv:2104.09864.
     """
-    half = by.cos.shape[-1]
-    if half == 0:
-        return x
-    cos, sin = by.cos.detach(), by.sin.detach()
-    first, second, rest = torch.split(x, [half, half, x.shape[-1] - 2 * half], dim=-1)
-    a, b = first.float(), second.float()
-    return torch.cat([(a * cos - b * sin).to(x.dtype), (b * cos + a * sin).to(x.dtype), rest], dim=-1)
+    return rotated(x, *by)

@@ -1,6 +1,7 @@
 """hymo's kernels: operations on sequences that a model is made of, each beside its definition."""
 
 from hymo_kernels.host.causal_conv1d import causal_conv1d
+from hymo_kernels.host.causal_conv1d_heads import causal_conv1d_heads
 from hymo_kernels.host.cross_entropy import linear_cross_entropy
 from hymo_kernels.host.document_attention import document_attention, naive_document_attention
 from hymo_kernels.host.gated_delta_rule import (
@@ -12,12 +13,14 @@ from hymo_kernels.host.gated_delta_rule import (
 )
 from hymo_kernels.host.gated_linear_scan import gated_linear_scan, naive_gated_linear_scan
 from hymo_kernels.host.mixed_linear import mixed_linear
+from hymo_kernels.host.rotation import rotated
 from hymo_kernels.host.seats import Seats, assign_seats, combine, dispatch
 
 __all__ = [
     "Seats",
     "assign_seats",
     "causal_conv1d",
+    "causal_conv1d_heads",
     "chunk_gated_delta_rule",
     "combine",
     "dispatch",
@@ -31,4 +34,5 @@ __all__ = [
     "naive_gated_delta_rule",
     "naive_gated_linear_scan",
     "naive_recurrent_gated_delta_rule",
+    "rotated",
 ]

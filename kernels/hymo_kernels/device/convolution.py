@@ -1,11 +1,24 @@
 """Causal depthwise convolution: a program walks along time with the last inputs of its channels in registers.
 
-Every input is read once, and every gradient written once. Tuples of rows stand for the taps, oldest first: tap i of W
-reads the token W - 1 - i before the current one.
+Every input is read once, and every gradient written once.
 """
 
 import triton
 import triton.language as tl
+
+from hymo_kernels.device.taps import (
+    before_activation,
+    furthest_taps,
+    passed_on,
+    products,
+    rows_of,
+    sums,
+    taps_of,
+    weighted,
+    where_both,
+    window_of,
+    zeros,
+)
 
 
 @triton.jit(do_not_specialize=["T", "sequences"])
@@ -65,15 +78,15 @@ def forward_kernel(
     y += batch * T * C + columns
     at += batch * stride_ab
     state += columns
-    taps = _taps(weight, columns, inside, stride_wc, stride_ww, W)
+    taps = taps_of(weight, columns, inside, stride_wc, stride_ww, W)
     added = _vector(bias, columns, inside, HAS_BIAS, BLOCK)
     past = _past(
         x, at, sequence, state, batch, begin, inside, stride_xt, stride_at, stride_sn, stride_st, sequences, W, PACKED,
         HAS_STATE, BLOCK,
     )  # fmt: skip
     for start in tl.range(begin, end, UNROLL):
-        furthest = _furthest(at, stride_at, start, T, MASKED, UNROLL)
-        rows = _rows(x, stride_xt, start, T, inside, furthest, PACKED, UNROLL)
+        furthest = furthest_taps(at, stride_at, start, T, MASKED, UNROLL)
+        rows = rows_of(x, stride_xt, start, T, inside, furthest, PACKED, UNROLL)
         for i in tl.static_range(UNROLL):
             t = start + i
             if PACKED and HAS_STATE:
@@ -82,13 +95,13 @@ def forward_kernel(
                 )
             row = rows[i].to(tl.float32)
             # The state has taken the place of other sequences' rows.
-            window = _window(past, row, furthest[i], W, MASKED and not (PACKED and HAS_STATE))
-            z = _weighted(taps, window, added, W)
+            window = window_of(past, row, furthest[i], W, MASKED and not (PACKED and HAS_STATE))
+            z = weighted(taps, window, added, W)
             if SILU:
                 z = z * tl.sigmoid(z)
             if PACKED:
                 z = tl.where(furthest[i] >= 0, z, 0.0)
-            tl.store(y + t * C, z.to(y.dtype.element_ty), mask=_if(inside, t < end))
+            tl.store(y + t * C, z.to(y.dtype.element_ty), mask=where_both(inside, t < end))
             past = past[1:] + (row,)
 
 
@@ -145,20 +158,20 @@ def backward_kernel(
     d_end += columns
     at += batch * stride_ab
     state += columns
-    taps = _taps(weight, columns, inside, stride_wc, stride_ww, W)
+    taps = taps_of(weight, columns, inside, stride_wc, stride_ww, W)
     added = _vector(bias, columns, inside, HAS_BIAS, BLOCK)
     past = _past(
         x, at, sequence, state, batch, begin, inside, stride_xt, stride_at, stride_sn, stride_st, sequences, W, PACKED,
         HAS_STATE, BLOCK,
     )  # fmt: skip
-    pending = _zeros(W - 1, BLOCK)  # of the gradients of the W - 1 rows before the current one
-    by_tap = _zeros(W, BLOCK)
+    pending = zeros(W - 1, BLOCK)  # of the gradients of the W - 1 rows before the current one
+    by_tap = zeros(W, BLOCK)
     by_bias = tl.zeros([BLOCK], tl.float32)
     # The W - 1 tokens after the last one read it too.
     for start in tl.range(begin, end + W - 1, UNROLL):
-        furthest = _furthest(at, stride_at, start, T, MASKED, UNROLL)
-        rows = _rows(x, stride_xt, start, T, inside, furthest, PACKED, UNROLL)
-        d_rows = _rows(dy, stride_dt, start, T, inside, furthest, PACKED, UNROLL)
+        furthest = furthest_taps(at, stride_at, start, T, MASKED, UNROLL)
+        rows = rows_of(x, stride_xt, start, T, inside, furthest, PACKED, UNROLL)
+        d_rows = rows_of(dy, stride_dt, start, T, inside, furthest, PACKED, UNROLL)
         for i in tl.static_range(UNROLL):
             t = start + i
             if PACKED and HAS_STATE:
@@ -166,17 +179,17 @@ def backward_kernel(
                     past, furthest[i], sequence, state, batch, t, inside, stride_sn, stride_st, sequences, W
                 )
             row = rows[i].to(tl.float32)
-            window = _window(past, row, furthest[i], W, MASKED and not (PACKED and HAS_STATE))
-            dz = _before_activation(d_rows[i].to(tl.float32), _weighted(taps, window, added, W), SILU)
+            window = window_of(past, row, furthest[i], W, MASKED and not (PACKED and HAS_STATE))
+            dz = before_activation(d_rows[i].to(tl.float32), weighted(taps, window, added, W), SILU)
             exists = t < T
             if PACKED:
                 exists = exists & (furthest[i] >= 0)
             # Not a product with 0: what lies beyond may be NaN.
             dz = tl.where(exists, dz, 0.0)
             own = tl.where(t < end, dz, 0.0)
-            by_tap = _added(by_tap, _products(window, own, W), W)
+            by_tap = sums(by_tap, products(window, own, W), W)
             by_bias += own
-            spread = _added(pending + (tl.zeros([BLOCK], tl.float32),), _spread(taps, dz, furthest[i], W, MASKED), W)
+            spread = passed_on(pending, taps, dz, furthest[i], W, MASKED)
             r = t - (W - 1)
             ready = (r >= begin) & (r < end)
             d_row = spread[0]
@@ -190,8 +203,8 @@ def backward_kernel(
                 kept = r - stop + (W - 1)
                 ends = ready & (kept >= 0) & (kept < W - 1)
                 kept_row = d_end + n * stride_en + kept * stride_et
-                d_row += tl.load(kept_row, mask=_if(inside, ends), other=0.0).to(tl.float32)
-            tl.store(dx + r * C, d_row.to(dx.dtype.element_ty), mask=_if(inside, ready))
+                d_row += tl.load(kept_row, mask=where_both(inside, ends), other=0.0).to(tl.float32)
+            tl.store(dx + r * C, d_row.to(dx.dtype.element_ty), mask=where_both(inside, ready))
             pending = spread[1:]
             past = past[1:] + (row,)
     for i in tl.static_range(W):
@@ -244,31 +257,31 @@ def start_kernel(
     at += batch * stride_ab + first * stride_at
     state += n * stride_sn + columns
     d_end += n * stride_en + columns
-    taps = _taps(weight, columns, inside, stride_wc, stride_ww, W)
+    taps = taps_of(weight, columns, inside, stride_wc, stride_ww, W)
     added = _vector(bias, columns, inside, HAS_BIAS, BLOCK)
     past = ()
     for i in tl.static_range(W - 1):
         past = past + (tl.load(state + i * stride_st, mask=inside, other=0.0).to(tl.float32),)
-    total = _zeros(W - 1, BLOCK)
+    total = zeros(W - 1, BLOCK)
     for t in tl.static_range(W - 1):
         exists = t < tokens
         furthest = W
         if MASKED and not PACKED:
             furthest = tl.load(at + t * stride_at, mask=exists, other=0)
-        row = tl.load(x + t * stride_xt, mask=_if(inside, exists), other=0.0).to(tl.float32)
-        window = _window(past, row, furthest, W, MASKED and not PACKED)
-        dy_row = tl.load(dy + t * stride_dt, mask=_if(inside, exists), other=0.0).to(tl.float32)
-        dz = tl.where(exists, _before_activation(dy_row, _weighted(taps, window, added, W), SILU), 0.0)
-        spread = _spread(taps, dz, furthest, W, MASKED and not PACKED)
+        row = tl.load(x + t * stride_xt, mask=where_both(inside, exists), other=0.0).to(tl.float32)
+        window = window_of(past, row, furthest, W, MASKED and not PACKED)
+        dy_row = tl.load(dy + t * stride_dt, mask=where_both(inside, exists), other=0.0).to(tl.float32)
+        dz = tl.where(exists, before_activation(dy_row, weighted(taps, window, added, W), SILU), 0.0)
         # Row r of the state is under tap r - t.
-        total = total[:t] + _added(total[t:], spread[: W - 1 - t], W - 1 - t)
+        spread = passed_on(total[t:] + zeros(t, BLOCK), taps, dz, furthest, W, MASKED and not PACKED)
+        total = total[:t] + spread[: W - 1 - t]
         past = past[1:] + (row,)
     for r in tl.static_range(W - 1):
         grad = total[r]
         if HAS_END:
             # A sequence shorter than the state leaves some of it at the end.
             left = r - tokens
-            grad += tl.load(d_end + left * stride_et, mask=_if(inside, left >= 0), other=0.0).to(tl.float32)
+            grad += tl.load(d_end + left * stride_et, mask=where_both(inside, left >= 0), other=0.0).to(tl.float32)
         tl.store(d_state + (n * (W - 1) + r) * C + columns, grad.to(d_state.dtype.element_ty), mask=inside)
 
 
@@ -299,9 +312,9 @@ def end_kernel(
     state += n * stride_sn + columns
     for r in tl.static_range(W - 1):
         t = tokens - (W - 1) + r
-        row = tl.load(x + t * stride_xt, mask=_if(inside, t >= 0), other=0.0).to(tl.float32)
+        row = tl.load(x + t * stride_xt, mask=where_both(inside, t >= 0), other=0.0).to(tl.float32)
         if HAS_STATE:
-            kept = tl.load(state + (tokens + r) * stride_st, mask=_if(inside, t < 0), other=0.0).to(tl.float32)
+            kept = tl.load(state + (tokens + r) * stride_st, mask=where_both(inside, t < 0), other=0.0).to(tl.float32)
             row = tl.where(t >= 0, row, kept)
         tl.store(end + (n * (W - 1) + r) * C + columns, row.to(end.dtype.element_ty), mask=inside)
 
@@ -311,12 +324,6 @@ def _channels(program, C: tl.constexpr, BLOCK: tl.constexpr):
     """The channels of a program, and which of them exist."""
     columns = program % ((C + BLOCK - 1) // BLOCK) * BLOCK + tl.arange(0, BLOCK)
     return columns, columns < C
-
-
-@triton.jit
-def _if(inside, exists):
-    """The mask `inside & exists` of one condition for all channels, in a form that the interpreter spreads right."""
-    return inside & (exists.to(tl.int32) + tl.zeros_like(inside.to(tl.int32)) > 0)
 
 
 @triton.jit
@@ -333,68 +340,11 @@ def _sequence(n, cu_seqlens, T, sequences, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _zeros(count: tl.constexpr, BLOCK: tl.constexpr):
-    rows = ()
-    for _ in tl.static_range(count):
-        rows = rows + (tl.zeros([BLOCK], tl.float32),)
-    return rows
-
-
-@triton.jit
-def _added(a, b, count: tl.constexpr):
-    rows = ()
-    for i in tl.static_range(count):
-        rows = rows + (a[i] + b[i],)
-    return rows
-
-
-@triton.jit
-def _products(window, x, W: tl.constexpr):
-    rows = ()
-    for i in tl.static_range(W):
-        rows = rows + (window[i] * x,)
-    return rows
-
-
-@triton.jit
-def _taps(weight, columns, inside, stride_c, stride_w, W: tl.constexpr):
-    rows = ()
-    for i in tl.static_range(W):
-        row = tl.load(weight + columns * stride_c + i * stride_w, mask=inside, other=0.0).to(tl.float32)
-        rows = rows + (row,)
-    return rows
-
-
-@triton.jit
 def _vector(x, columns, inside, PRESENT: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.zeros([BLOCK], tl.float32)
     if PRESENT:
         row += tl.load(x + columns, mask=inside, other=0.0).to(tl.float32)
     return row
-
-
-@triton.jit
-def _furthest(at, stride, start, T, MASKED: tl.constexpr, UNROLL: tl.constexpr):
-    """The furthest live tap of each token of a block; nothing is read unless taps can be dead."""
-    numbers = ()
-    for i in tl.static_range(UNROLL):
-        number = 0
-        if MASKED:
-            number = tl.load(at + (start + i) * stride, mask=start + i < T, other=-1)
-        numbers = numbers + (number,)
-    return numbers
-
-
-@triton.jit
-def _rows(x, stride, start, T, inside, furthest, PACKED: tl.constexpr, UNROLL: tl.constexpr):
-    """The rows of a block of tokens, all under way before the first is used; those of no token are 0."""
-    rows = ()
-    for i in tl.static_range(UNROLL):
-        exists = start + i < T
-        if PACKED:
-            exists = exists & (furthest[i] >= 0)
-        rows = rows + (tl.load(x + (start + i) * stride, mask=_if(inside, exists), other=0.0),)
-    return rows
 
 
 @triton.jit
@@ -425,11 +375,11 @@ def _past(
         n = batch * sequences + tl.load(sequence + t).to(tl.int64)
     for i in tl.static_range(W - 1):
         lag = W - 1 - i
-        row = tl.load(x + (t - lag) * stride_xt, mask=_if(inside, index >= lag), other=0.0).to(tl.float32)
+        row = tl.load(x + (t - lag) * stride_xt, mask=where_both(inside, index >= lag), other=0.0).to(tl.float32)
         if HAS_STATE:
             # A row of no sequence has index -1 and needs no past.
             kept = state + n * stride_sn + (index + i) * stride_st
-            row += tl.load(kept, mask=_if(inside, (index >= 0) & (index < lag)), other=0.0).to(tl.float32)
+            row += tl.load(kept, mask=where_both(inside, (index >= 0) & (index < lag)), other=0.0).to(tl.float32)
         rows = rows + (row,)
     return rows
 
@@ -441,46 +391,6 @@ def _refilled(past, index, sequence, state, batch, t, inside, stride_sn, stride_
     n = batch * sequences + tl.load(sequence + t, mask=starts, other=0).to(tl.int64)
     rows = ()
     for i in tl.static_range(W - 1):
-        kept = tl.load(state + n * stride_sn + i * stride_st, mask=_if(inside, starts), other=0.0).to(tl.float32)
+        kept = tl.load(state + n * stride_sn + i * stride_st, mask=where_both(inside, starts), other=0.0).to(tl.float32)
         rows = rows + (tl.where(starts, kept, past[i]),)
     return rows
-
-
-@triton.jit
-def _window(past, row, furthest, W: tl.constexpr, MASKED: tl.constexpr):
-    """What the taps read, 0 where they are dead."""
-    rows = ()
-    for i in tl.static_range(W - 1):
-        tap = past[i]
-        if MASKED:
-            tap = tl.where(furthest >= W - 1 - i, tap, 0.0)
-        rows = rows + (tap,)
-    return rows + (row,)
-
-
-@triton.jit
-def _weighted(taps, window, start, W: tl.constexpr):
-    z = start
-    for i in tl.static_range(W):
-        z += taps[i] * window[i]
-    return z
-
-
-@triton.jit
-def _spread(taps, dz, furthest, W: tl.constexpr, MASKED: tl.constexpr):
-    """What one token adds to the gradients of the inputs that its taps read."""
-    rows = ()
-    for i in tl.static_range(W):
-        part = taps[i] * dz
-        if MASKED:
-            part = tl.where(furthest >= W - 1 - i, part, 0.0)
-        rows = rows + (part,)
-    return rows
-
-
-@triton.jit
-def _before_activation(dy, z, SILU: tl.constexpr):
-    if SILU:
-        s = tl.sigmoid(z)
-        dy = dy * (s * (1.0 + z * (1.0 - s)))
-    return dy

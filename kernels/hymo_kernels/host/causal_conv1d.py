@@ -52,7 +52,7 @@ def causal_conv1d(
             "causal_conv1d: cu_seqlens packs its sequences in one batch row and replaces position; "
             f"got x {list(x.shape)}, position {'given' if position is not None else None}"
         )
-    if _takes_triton(x, weight, backend=backend):
+    if takes_triton(x, weight, backend=backend):
         y, end = triton_causal_conv1d(
             x, weight, position, bias, initial_state, cu_seqlens, activation == "silu", output_final_state
         )
@@ -85,7 +85,7 @@ def causal_conv1d(
     return y.to(x.dtype), state.to(x.dtype) if output_final_state else None
 
 
-def _takes_triton(x: Tensor, weight: Tensor, *, backend: str | None) -> bool:
+def takes_triton(x: Tensor, weight: Tensor, *, backend: str | None) -> bool:
     """Whether the Triton kernels compute this call; an error if they are asked for and cannot."""
     if backend not in (None, "eager", "triton"):
         raise ValueError(f"causal_conv1d: backend must be 'eager', 'triton' or None; got {backend!r}")

@@ -56,12 +56,16 @@ def unavailable(x: Tensor, weight: Tensor) -> str | None:
 
 
 def chunks_of(shape: Shape, device: int | None) -> tuple[int, int]:
-    """Tokens a program walks, and programs along time: long walks, but enough of them to fill the card."""
-    columns = shape.b * -(-shape.c // _block(shape))
+    """Tokens a program walks, and programs along time."""
+    return walks_of(shape.b * -(-shape.c // _block(shape)), shape.t, device)
+
+
+def walks_of(columns: int, time: int, device: int | None) -> tuple[int, int]:
+    """How `time` is cut: long walks, but enough of them to fill the card with `columns` programs along each."""
     length = LONGEST
-    while length > SHORTEST and columns * -(-shape.t // length) < PROGRAMS * multiprocessors(device):
+    while length > SHORTEST and columns * -(-time // length) < PROGRAMS * multiprocessors(device):
         length //= 2
-    return length, -(-shape.t // length)
+    return length, -(-time // length)
 
 
 def _block(shape: Shape) -> int:
