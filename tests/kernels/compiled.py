@@ -6,8 +6,13 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tests.kernels.registers import kept_operands
+
 # Bytes of one block: A100, consumer cards, H100 and H200.
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
+INSTRUCTIONS = 8_000
+"""Of PTX, at most: a kernel of so many compiles in some 10 seconds, on slow machines 30."""
+
 POINTERS = {
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -85,7 +90,7 @@ def form_of(launch: Launch) -> Form:
 
 
 def assert_compiles(launches: list[Launch], capability: int) -> None:
-    """Each different kernel becomes machine code that fits the shared memory of the card."""
+    """Each different kernel becomes machine code: soon, right, and within the card's shared memory."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -101,6 +106,9 @@ def assert_compiles(launches: list[Launch], capability: int) -> None:
         source = source_of(fn=kernel, signature=form.signature, constexprs=form.constants, attrs=form.hints)
         compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=form.options)
         assert compiled.metadata.shared <= SHARED_MEMORY[capability], (kernel.__name__, compiled.metadata.shared)
+        instructions = sum(line.rstrip().endswith(";") for line in compiled.asm["ptx"].splitlines())
+        assert instructions <= INSTRUCTIONS, (kernel.__name__, options, instructions)
+        assert not kept_operands(compiled.asm["ptx"]), (kernel.__name__, options)
         assert compiled.asm["cubin"]
 
 

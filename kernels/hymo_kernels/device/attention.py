@@ -9,7 +9,10 @@ across a start or the diagonal is masked.
 Scores are scaled to base 2. A row with nothing seen yet has the lowest finite maximum, so that no -inf is subtracted
 from another. Rows of a tile past the end of a sequence are 0 or copies of its last: they are masked or never stored.
 
-COPIED tensors are descriptors, of which Hopper's copy engine brings whole tiles; the others are pointers.
+COPIED tensors are descriptors, of which Hopper's copy engine brings the tiles of a loop; the others are pointers. So
+are those of which a tile is read once, before a loop: by pointers it stays in shared memory, where a product finds it
+every time. What is copied would wait in registers, and `ptxas` (12.8 to 13.0) lets a product of two row blocks use up
+registers that it needs again in the next round: from the second tile of keys on, weights stood in place of queries.
 """
 
 import triton
@@ -61,7 +64,7 @@ def forward_kernel(
     position += batch.to(tl.int64) * stride_pb
     pair, token, head = _pairs(first, T, R, PAIRS)
     start = _start(position, token, stride_pt)
-    q_tile = _queries(q, batch, first, group, T, stride_qb, stride_qt, stride_qh, R, K, BLOCK_K, PAIRS, COPIED)
+    q_tile = _queries(q, batch, first, group, T, stride_qb, stride_qt, stride_qh, R, K, BLOCK_K, PAIRS, False)
     begin, whole, end = _keys_of(position, stride_pt, first, T, R, PAIRS, KEYS)
     top = tl.full([PAIRS], -3.4028234663852886e38, tl.float32)
     total = tl.zeros([PAIRS], tl.float32)
@@ -133,9 +136,9 @@ def query_backward_kernel(
     position += batch.to(tl.int64) * stride_pb
     pair, token, head = _pairs(first, T, R, PAIRS)
     start = _start(position, token, stride_pt)
-    q_tile = _queries(q, batch, first, group, T, stride_qb, stride_qt, stride_qh, R, K, BLOCK_K, PAIRS, COPIED)
-    o_tile = _queries(o, batch, first, group, T, stride_ob, stride_ot, stride_oh, R, V, BLOCK_V, PAIRS, COPIED)
-    do_tile = _queries(do, batch, first, group, T, stride_db, stride_dt, stride_dh, R, V, BLOCK_V, PAIRS, COPIED)
+    q_tile = _queries(q, batch, first, group, T, stride_qb, stride_qt, stride_qh, R, K, BLOCK_K, PAIRS, False)
+    o_tile = _queries(o, batch, first, group, T, stride_ob, stride_ot, stride_oh, R, V, BLOCK_V, PAIRS, False)
+    do_tile = _queries(do, batch, first, group, T, stride_db, stride_dt, stride_dh, R, V, BLOCK_V, PAIRS, False)
     sums = (batch.to(tl.int64) * G + group) * _padded(T * R) + pair
     logsum = tl.load(lse + sums)
     dot = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
@@ -203,7 +206,6 @@ def key_backward_kernel(
     first = program // (B * G) * KEYS
     position += batch.to(tl.int64) * stride_pb
     key = first + tl.arange(0, KEYS)
-    # By pointers they stay in shared memory; what is copied before a loop waits for it in registers.
     k_tile = _keys(k, batch, first, group, T, stride_kb, stride_kt, stride_kg, K, BLOCK_K, KEYS, False)
     v_tile = _keys(v, batch, first, group, T, stride_vb, stride_vt, stride_vg, V, BLOCK_V, KEYS, False)
     whole = _readers(position, stride_pt, first, first, T) * R

@@ -31,12 +31,14 @@ class Plan(NamedTuple):
 
 PLANS: dict[int, Plan] = {
     64: Plan(Tiles(128, 64, 4, 3), Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2)),
-    128: Plan(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2)),
+    128: Plan(Tiles(64, 64, 4, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2)),
     256: Plan(Tiles(128, 32, 8, 2), Tiles(64, 32, 8, 2), Tiles(32, 64, 8, 1)),
 }
 """By the width of keys or of values, whichever is wider, that they are made for at most. Pairs are powers of two.
 
-128: the fastest of 22 tilings on an H200 (Triton 3.6), in documents of 800 tokens; 64 and 256 are not measured."""
+128: the fastest of 22 tilings on an H200 (Triton 3.6), in documents of 800 tokens, while a program copied its queries
+into registers; since then they stand in shared memory, and two stages of keys in `query_backward` leave room for two
+programs there. 64 and 256 are not measured."""
 
 PADDING = 128
 """Sums are kept for a multiple of so many pairs, as the device expects: the most of any tile."""
@@ -93,9 +95,8 @@ def _has_copy_engine(device: torch.device) -> bool:
 
 
 def copied(q: Tensor, shape: Shape, plan: Plan) -> bool:
-    """Whether the copy engine brings tiles: of whole tokens, in rows that start where 16 bytes do."""
-    # Keys in tiles of 128 came out wrong on an H200 (Triton 3.6), in every tiling.
-    whole = all(tiles.pairs % shape.r == 0 and tiles.keys <= 64 for tiles in plan)
+    """Whether the copy engine brings the tiles of loops: of whole tokens, in rows that start where 16 bytes do."""
+    whole = plan.key_backward.pairs % shape.r == 0
     return whole and shape.k % 8 == 0 and shape.v % 8 == 0 and _has_copy_engine(q.device)
 
 
@@ -106,7 +107,7 @@ def _aligned(x: Tensor, copied: bool) -> Tensor:
 
 
 def _as_read(shape: Shape, tiles: Tiles, copied: bool) -> tuple[Callable[[Tensor], Any], ...]:
-    """How a kernel is given what belongs to query heads, what to key heads, and sums of pairs."""
+    """How a loop is given what belongs to query heads, what to key heads, and sums of pairs."""
     if not copied:
         return (lambda x: x,) * 3
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -153,11 +154,11 @@ def forward(q: Tensor, k: Tensor, v: Tensor, position: Tensor, scale: float) -> 
     plan = plan_of(shape)
     if o.numel() > 0:
         tiles, by_copy = plan.forward, copied(q, shape, plan)
-        queries, keys, _ = _as_read(shape, tiles, by_copy)
+        _, keys, _ = _as_read(shape, tiles, by_copy)
         q, k, v = (_aligned(x, by_copy) for x in (q, k, v))
         with torch.cuda.device(q.get_device()):
             forward_kernel[(shape.b * shape.g * -(-shape.t * shape.r // tiles.pairs),)](
-                *(queries(q), keys(k), keys(v), position, o, lse),
+                *(q, keys(k), keys(v), position, o, lse),
                 *_strides(q, k, v, position),
                 scale * math.log2(math.e),
                 **_cut(shape, tiles, by_copy),
@@ -189,9 +190,9 @@ def backward(
         delta = torch.empty_like(lse)
         with torch.cuda.device(q.get_device()):
             tiles = plan.query_backward
-            queries, keys, _ = _as_read(shape, tiles, by_copy)
+            _, keys, _ = _as_read(shape, tiles, by_copy)
             query_backward_kernel[(shape.b * shape.g * -(-shape.t * shape.r // tiles.pairs),)](
-                *(queries(q), keys(k), keys(v), position, queries(o), lse, queries(do), dq, delta),
+                *(q, keys(k), keys(v), position, o, lse, do, dq, delta),
                 *_strides(q, k, v, position, o, do),
                 *scales,
                 **_cut(shape, tiles, by_copy),
