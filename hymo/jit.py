@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hymo import tree
 from hymo.replay import replayed
+from hymo.stacked import inductor_pass
 from hymo_kernels.primitive import tell_inductor
 
 Compile = Literal["inductor", "aot_eager", "none"]
@@ -121,8 +122,7 @@ def _compiled(
     def strict(leaves: list[Tensor]) -> list[Tensor]:
         results = traced(leaves)
         if donated:
-            # Leaf by leaf: a fused copy of many makes large kernels, unlike each other and slow to compile. What a raw
-            # op has written, inductor would take for what was there before.
+            # Leaf by leaf: a fused copy of many makes large kernels, unlike each other and slow to compile.
             for old, new in zip(leaves[:donated], results[:donated], strict=True):
                 old.copy_(new)
         return results[donated:]
@@ -130,7 +130,8 @@ def _compiled(
     # Dynamo keeps programs by code object and does not look which function `traced` is: with a shared code object a
     # second function would run the first one's program.
     own = FunctionType(strict.__code__.replace(), strict.__globals__, closure=strict.__closure__)
-    graph = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    options = {"post_grad_custom_post_pass": inductor_pass()} if backend == "inductor" else None
+    graph = torch.compile(own, fullgraph=True, dynamic=False, backend=backend, options=options)
 
     def program(leaves: list[Tensor]) -> list[Tensor]:
         raised.clear()

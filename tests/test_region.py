@@ -114,16 +114,17 @@ def test_a_step_of_regions_and_stacks_is_the_step(compile: Any) -> None:
         "plain": EAGER,
         "regions": EAGER._replace(region=partial(region, compile=compile)),
         "stacks": EAGER._replace(stacked=2**21),
+        "both": EAGER._replace(region=partial(region, compile=compile), stacked=2**21),
     }
     after = {}
     for name, backend in backends.items():
         state, losses = parts.state(), []
-        step = parts.step("none" if name != "regions" else compile, backend=backend)
+        step = parts.step(compile if name in ("regions", "both") else "none", backend=backend)
         for i in range(3):
             state, metrics = step(state, micro_batches(parts.cfg, i))
             losses.append((metrics.loss, metrics.grad_norm))
         after[name] = losses, state
-    for name in ("regions", "stacks"):
+    for name in ("regions", "stacks", "both"):
         torch.testing.assert_close(after[name][0], after["plain"][0], rtol=1e-4, atol=1e-5)
         for path, x in tree.paths(after["plain"][1].params).items():
             found = tree.paths(after[name][1].params)[path]

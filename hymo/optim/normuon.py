@@ -12,9 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 from hymo import tree
-from hymo.optim.stacks import stack, unstack
 from hymo.optim.transform import GradientTransform, Step, accumulators
 from hymo.params import is_spec
+from hymo.stacked import stack, unstack
 
 Coefficients = tuple[tuple[float, float, float], ...]
 Scale = Literal["spectral", "rms"]

@@ -4,31 +4,9 @@ import pytest
 import torch
 
 from hymo import build_hymo, model_spec, tree
-from hymo.optim.stacks import Stacks, everywhere, stack, unstack
+from hymo.optim.stacks import Stacks, everywhere
 from hymo.params import partition
 from tests.configs import tiny_config
-
-
-def test_stack_and_unstack_are_torchs() -> None:
-    parts = [torch.randn(2, 3).T for _ in range(4)]
-    assert torch.equal(stack(parts), torch.stack(parts))
-    found = unstack(torch.stack(parts))
-    assert all(torch.equal(a, b) for a, b in zip(found, parts, strict=True))
-    assert len({x.untyped_storage().data_ptr() for x in found}) == 4
-
-
-@pytest.mark.parametrize("dims", [(0, 0), (1, None), (None, 2)])
-def test_under_vmap_they_are_a_loop(dims: tuple[int | None, ...]) -> None:
-    def f(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        first, second = unstack(3 * stack([x, y]))
-        return first - second
-
-    x, y = (torch.randn(2, 3) if dim is None else torch.randn(4, 2, 3).movedim(0, dim) for dim in dims)
-    want = [
-        f(x if dims[0] is None else x.select(dims[0], i), y if dims[1] is None else y.select(dims[1], i))
-        for i in range(4)
-    ]
-    assert torch.equal(torch.func.vmap(f, in_dims=dims)(x, y), torch.stack(want))
 
 
 @pytest.mark.parametrize("largest", [0, 64, 2**21])
