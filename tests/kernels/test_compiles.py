@@ -175,7 +175,10 @@ def test_every_form_of_the_convolution_of_heads_compiles(
         convolution_heads.backward(x, weight, position, angle, angle, q, k, v)
 
     launches = launches_of(call, convolution)
-    assert [launch.kernel.__name__ for launch in launches] == ["heads_forward_kernel", "heads_backward_kernel"]
+    assert [launch.kernel.__name__ for launch in launches] == [
+        "conv_heads_forward_kernel",
+        "conv_heads_backward_kernel",
+    ]
     assert_compiles(launches, capability)
 
 

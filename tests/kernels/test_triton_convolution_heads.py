@@ -134,7 +134,7 @@ def test_new_lengths_and_batches_compile_nothing() -> None:
 
     def compiled() -> int:
         device = driver.active.get_current_device()
-        each = (convolution_heads.heads_forward_kernel, convolution_heads.heads_backward_kernel)
+        each = (convolution_heads.conv_heads_forward_kernel, convolution_heads.conv_heads_backward_kernel)
         return sum(len(kernel.device_caches[device][0]) for kernel in each)
 
     def run(b: int, t: int) -> None:
