@@ -7,6 +7,7 @@ from torch import Tensor
 from hymo_kernels.host import narrow_gated_delta_rule as narrow
 from hymo_kernels.host import triton_attention as attention
 from hymo_kernels.host import triton_causal_conv1d as convolution
+from hymo_kernels.host import triton_causal_conv1d_heads as convolution_heads
 from hymo_kernels.host import triton_cross_entropy as cross_entropy
 from hymo_kernels.host import triton_gated_delta_rule as scan
 from hymo_kernels.host import triton_gated_linear_scan as linear
@@ -147,6 +148,37 @@ def test_every_form_of_the_convolution_compiles(
             convolution.backward(x, weight, position, bias, state, bounds, x, state, True)
 
         launches += launches_of(call, convolution)
+    assert_compiles(launches, capability)
+
+
+@cards
+@pytest.mark.parametrize(
+    ("dtype", "keys", "half", "documents"),
+    [
+        (torch.bfloat16, (14, 128), 16, True),
+        (torch.float16, (2, 16), 8, True),
+        (torch.float32, (3, 20), 3, False),
+        (torch.bfloat16, (4, 64), 0, False),
+    ],
+    ids=str,
+)
+def test_every_form_of_the_convolution_of_heads_compiles(
+    dtype: torch.dtype, keys: tuple[int, int], half: int, documents: bool, capability: int
+) -> None:
+    heads, dim = keys
+    x, weight = torch.zeros(2, 100, 3 * heads * dim, dtype=dtype), torch.zeros(3 * heads * dim, 4)
+    position = torch.zeros(2, 100, dtype=torch.int64) if documents else None
+    angle = torch.zeros(2, 100, 1, half)
+
+    def call() -> None:
+        q, k, v = convolution_heads.forward(x, weight, position, angle, angle, heads, dim, heads)
+        convolution_heads.backward(x, weight, position, angle, angle, q, k, v)
+
+    launches = launches_of(call, convolution)
+    assert [launch.kernel.__name__ for launch in launches] == [
+        "conv_heads_forward_kernel",
+        "conv_heads_backward_kernel",
+    ]
     assert_compiles(launches, capability)
 
 

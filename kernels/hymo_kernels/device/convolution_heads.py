@@ -24,7 +24,7 @@ from hymo_kernels.device.taps import (
 
 
 @triton.jit(do_not_specialize=["stride_ab", "stride_at", "T", "length", "chunks"])
-def heads_forward_kernel(
+def conv_heads_forward_kernel(
     x,  # [B, T, C]: all heads' queries, then keys, then values
     weight,  # [C, W]
     at,  # [B, T], the furthest tap that reads the token's own document
@@ -178,7 +178,7 @@ def _passing_forward(
 
 
 @triton.jit(do_not_specialize=["stride_ab", "stride_at", "T", "length", "chunks"])
-def heads_backward_kernel(
+def conv_heads_backward_kernel(
     x,
     weight,
     at,

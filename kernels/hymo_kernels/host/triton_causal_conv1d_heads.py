@@ -95,7 +95,7 @@ def forward(
     value_heads: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries, keys and values by heads."""
-    from hymo_kernels.device.convolution_heads import heads_forward_kernel
+    from hymo_kernels.device.convolution_heads import conv_heads_forward_kernel
 
     heads = heads_of(x, cos, key_heads, key_dim, value_heads)
     q, k, v = _outputs(x, heads)
@@ -104,7 +104,7 @@ def forward(
     x, at, cos, sin = _inputs(x, position, cos, sin)
     with torch.cuda.device(x.get_device()):
         grid, length, chunks, sizes = _launch(x, weight, position, heads, FORWARD_PLAN)
-        heads_forward_kernel[grid](
+        conv_heads_forward_kernel[grid](
             x,
             weight,
             at,
@@ -141,7 +141,7 @@ def backward(
     dv: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of `forward`: of x and weight."""
-    from hymo_kernels.device.convolution_heads import heads_backward_kernel
+    from hymo_kernels.device.convolution_heads import conv_heads_backward_kernel
 
     heads = heads_of(x, cos, dq.shape[2], dq.shape[3], dv.shape[2])
     dx, d_weight = _gradients_like(x, weight)
@@ -152,7 +152,7 @@ def backward(
     with torch.cuda.device(x.get_device()):
         grid, length, chunks, sizes = _launch(x, weight, position, heads, BACKWARD_PLAN)
         by_tap = torch.empty(x.shape[0] * chunks, weight.shape[1], x.shape[2], dtype=torch.float32, device=x.device)
-        heads_backward_kernel[grid](
+        conv_heads_backward_kernel[grid](
             x,
             weight,
             at,
