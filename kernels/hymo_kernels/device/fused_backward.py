@@ -142,8 +142,7 @@ def fused_backward_kernel(
         A_tile = gl.allocate_shared_memory(dtype, [C, C], TILE)
         P_tile = gl.allocate_shared_memory(dtype, [C, C], TILE)
         dR_tile = gl.allocate_shared_memory(dtype, [C, D], TILE)
-        outputs = gl.allocate_shared_memory(dtype, [2, C, D], TILE)
-        dS_tile = seen_as(outputs, D, D)
+        dS_tile = gl.allocate_shared_memory(dtype, [D, D], TILE)
         squares = gl.allocate_shared_memory(dtype, [2, C, C], TILE)
         work = seen_as(squares, C, D)
         streams = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -153,6 +152,9 @@ def fused_backward_kernel(
         warm = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(matrices, count=1)
         mbarrier.init(warm, count=1)
+        early = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+        mbarrier.init(early.index(0), count=1)
+        mbarrier.init(early.index(1), count=1)
         values = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
         mbarrier.init(values, count=1)
         fence_async_shared()
@@ -168,36 +170,59 @@ def fused_backward_kernel(
                 dS = gl.load(d_end + (feature[:, None] * stride_sk + column[None, :] * stride_sv)).to(gl.float32)
 
         # Chunks after this program's own, last first: only what they hand to the state's gradient.
+        chunk = gl.maximum(end + late - 1, 0)
+        at = token_row + chunk * C
+        mbarrier.expect(early.index(0), 3 * C * D * 2, pred=late > 0)
+        tile_in(q, [at, key_column], early.index(0), q_tiles.index(0), pred=late > 0)
+        tile_in(k, [at, key_column], early.index(0), k_tiles.index(0), pred=late > 0)
+        tile_in(do, [at, value_column], early.index(0), do_tiles.index(0), pred=late > 0)
+        mbarrier.expect(warm, 2 * C * C * 2, pred=late > 0)
+        tile_in(attention, [square_row + chunk * C, 0], warm, P_tile, pred=late > 0)
+        tile_in(inverse, [square_row + chunk * C, 0], warm, A_tile, pred=late > 0)
+        token = gl.arange(0, C, ROW)
+        inside_next = token < gl.where(late > 0, length - chunk * C, 0)
+        rows = chunk * C + token
+        G_next = gl.load(total + rows, mask=inside_next, other=0.0)
+        seg_next = gl.load(segment + rows, mask=inside_next, other=0)
+        beta_next = gl.load(strength + rows, mask=inside_next, other=0.0)
+        qu_next = gl.load(q_unit + rows, mask=inside_next, other=0.0)
+        ku_next = gl.load(k_unit + rows, mask=inside_next, other=0.0)
+        final = gl.maximum(gl.minimum(length - chunk * C, C) - 1, 0)
+        G_final_next = gl.load(total + (chunk * C + final), mask=late > 0, other=0.0)
+        seg_final_next = gl.load(segment + (chunk * C + final), mask=late > 0, other=0)
         for step in tl.range(0, late, disable_licm=True):
             chunk = end + late - 1 - step
+            ahead = gl.maximum(chunk - 1, 0)
+            more = step + 1 < late
+            here = step % 2
             left = length - chunk * C
-            final = gl.minimum(left, C) - 1
             barrier()
-            at = token_row + chunk * C
-            mbarrier.expect(warm, (3 * C * D + 2 * C * C) * 2)
-            tile_in(q, [at, key_column], warm, q_tiles.index(0))
-            tile_in(k, [at, key_column], warm, k_tiles.index(0))
-            tile_in(do, [at, value_column], warm, do_tiles.index(0))
-            tile_in(attention, [square_row + chunk * C, 0], warm, P_tile)
-            tile_in(inverse, [square_row + chunk * C, 0], warm, A_tile)
+            at = token_row + ahead * C
+            mbarrier.expect(early.index(1 - here), 3 * C * D * 2, pred=more)
+            tile_in(q, [at, key_column], early.index(1 - here), q_tiles.index(1 - here), pred=more)
+            tile_in(k, [at, key_column], early.index(1 - here), k_tiles.index(1 - here), pred=more)
+            tile_in(do, [at, value_column], early.index(1 - here), do_tiles.index(1 - here), pred=more)
+            G, seg, beta, qu, ku = G_next, seg_next, beta_next, scale * qu_next, ku_next
+            G_final, seg_final = G_final_next, seg_final_next
             token = gl.arange(0, C, ROW)
             inside = token < left
-            at = chunk * C + token
-            G = gl.load(total + at, mask=inside, other=0.0)
-            seg = gl.load(segment + at, mask=inside, other=0)
-            beta = gl.load(strength + at, mask=inside, other=0.0)
-            qu = scale * gl.load(q_unit + at, mask=inside, other=0.0)
-            ku = gl.load(k_unit + at, mask=inside, other=0.0)
-            G_final = gl.load(total + (chunk * C + final))
-            seg_final = gl.load(segment + (chunk * C + final))
+            rows = ahead * C + token
+            G_next = gl.load(total + rows, mask=token < C * more.to(gl.int32), other=0.0)
+            seg_next = gl.load(segment + rows, mask=token < C * more.to(gl.int32), other=0)
+            beta_next = gl.load(strength + rows, mask=token < C * more.to(gl.int32), other=0.0)
+            qu_next = gl.load(q_unit + rows, mask=token < C * more.to(gl.int32), other=0.0)
+            ku_next = gl.load(k_unit + rows, mask=token < C * more.to(gl.int32), other=0.0)
+            G_final_next = gl.load(total + (ahead * C + C - 1), mask=more, other=0.0)
+            seg_final_next = gl.load(segment + (ahead * C + C - 1), mask=more, other=0)
             gamma = gl.where(inside & (seg == 0), gl.exp(G), 0.0)
             w = gl.where(inside & (seg == seg_final), gl.exp(G_final - G), 0.0)
             gamma_all = gl.where(seg_final == 0, gl.exp(G_final), 0.0)
-            kt = k_tiles.index(0)
-            qt = q_tiles.index(0)
-            dot = do_tiles.index(0)
+            kt = k_tiles.index(here)
+            qt = q_tiles.index(here)
+            dot = do_tiles.index(here)
             dS_tile.store(dS.to(dtype))
             fence_async_shared()
+            mbarrier.wait(early.index(here), (step // 2) & 1)
             mbarrier.wait(warm, step & 1)
             if not FULL:
                 if left < C:
@@ -208,6 +233,11 @@ def fused_backward_kernel(
             work.store(d_write.to(dtype))
             fence_async_shared()
             dR = warpgroup_mma(A_tile.permute([1, 0]), work, none, use_acc=False)
+            barrier()
+            at = square_row + ahead * C
+            mbarrier.expect(warm, 2 * C * C * 2, pred=more)
+            tile_in(attention, [at, 0], warm, P_tile, pred=more)
+            tile_in(inverse, [at, 0], warm, A_tile, pred=more)
             dR_tile.store(((-beta * gamma * ku)[:, None] * dR).to(dtype))
             dot.store(((gamma * qu)[:, None] * dot.load(WIDE).to(gl.float32)).to(dtype))
             fence_async_shared()
@@ -241,6 +271,9 @@ def fused_backward_kernel(
         G_final = gl.load(total + last * C + final, mask=full, other=0.0)
         seg_final = gl.load(segment + last * C + final, mask=full, other=0)
 
+        dS_tile.store(dS.to(dtype))
+        fence_async_shared()
+
         for step in tl.range(0, steps, disable_licm=True):
             chunk = last - step
             here = step % 2
@@ -250,12 +283,6 @@ def fused_backward_kernel(
             more = step + 1 < steps
             async_copy.wait_group(0)
             barrier()
-            bar = streams.index(1 - here)
-            at = token_row + ahead * C
-            mbarrier.expect(bar, 3 * C * D * 2, pred=more)
-            tile_in(q, [at, key_column], bar, q_tiles.index(1 - here), pred=more)
-            tile_in(k, [at, key_column], bar, k_tiles.index(1 - here), pred=more)
-            tile_in(do, [at, value_column], bar, do_tiles.index(1 - here), pred=more)
             copy_line(totals.index(1 - here), total, ahead, length - ahead * C, C, ONE)
             copy_line(betas.index(1 - here), strength, ahead, length - ahead * C, C, ONE)
             copy_line(q_units.index(1 - here), q_unit, ahead, length - ahead * C, C, ONE)
@@ -285,9 +312,6 @@ def fused_backward_kernel(
             scales.index(1).store(-beta * gamma * ku)
 
             # The chain: what reaches this chunk's writes, through the read-outs and through the later state.
-            tma.store_wait(0)
-            dS_tile.store(dS.to(dtype))
-            fence_async_shared()
             mbarrier.wait(streams.index(here), (step // 2) & 1)
             mbarrier.wait(matrices, step & 1)
             if not FULL:
@@ -296,6 +320,13 @@ def fused_backward_kernel(
             none = gl.zeros([C, D], gl.float32, WIDE)
             d_write = warpgroup_mma(kt, dS_tile, none, use_acc=False, is_async=True)
             kS = warpgroup_mma(kt, S_tile, none, use_acc=False, is_async=True)
+            tma.store_wait(0)
+            bar = streams.index(1 - here)
+            at = token_row + ahead * C
+            mbarrier.expect(bar, 3 * C * D * 2, pred=more)
+            tile_in(q, [at, key_column], bar, q_tiles.index(1 - here), pred=more)
+            tile_in(k, [at, key_column], bar, k_tiles.index(1 - here), pred=more)
+            tile_in(do, [at, value_column], bar, do_tiles.index(1 - here), pred=more)
             d_write = warpgroup_mma_wait(1, deps=[d_write])
             d_write = warpgroup_mma(P_tile.permute([1, 0]), dot, written[:, None] * d_write, is_async=True)
             d_write, kS = warpgroup_mma_wait(0, deps=[d_write, kS])
@@ -391,12 +422,15 @@ def fused_backward_kernel(
 
             M_t = squares.index(0)
             W_t = squares.index(1)
+            dS = warpgroup_mma(qt.permute([1, 0]), dot, gamma_all * dS, is_async=True)
+            dS = warpgroup_mma(kt.permute([1, 0]), dR_tile, dS, is_async=True)
             d_key = warpgroup_mma(M_t, qt, d_key, is_async=True)
             d_query = warpgroup_mma(M_t.permute([1, 0]), kt, d_query, is_async=True)
             d_key = warpgroup_mma(W_t, kt, d_key, is_async=True)
             d_key = warpgroup_mma(W_t.permute([1, 0]), kt, d_key, is_async=True)
-            dS = warpgroup_mma(qt.permute([1, 0]), dot, gamma_all * dS, is_async=True)
-            dS = warpgroup_mma(kt.permute([1, 0]), dR_tile, dS, is_async=True)
+            dS = warpgroup_mma_wait(4, deps=[dS])
+            dS_tile.store(dS.to(dtype))
+            fence_async_shared()
 
             # dG, and what dq and dk have along q and k: sums of the same products.
             value_sum = _row_sum(row_sums.index(0), BOTH, ROW)
@@ -431,27 +465,27 @@ def fused_backward_kernel(
             d_gate = gl.where(same == earlier.index(here).load(gl.SliceLayout(1, SUFFIX)), d_gate, 0.0)
             gl.store(dg + (out + above * HV), d_gate, mask=above < left)
 
-            d_key, d_query, dS = warpgroup_mma_wait(0, deps=[d_key, d_query, dS])
+            d_key, d_query = warpgroup_mma_wait(0, deps=[d_key, d_query])
             # d x = u (d - x_unit <x_unit, d>) is d - x <x, d> u^2 here, where d already carries u = 1 / |x|.
             if NORM:
                 unit = q_units.index(here).load(ROW)
                 d_query -= qt.load(WIDE).to(gl.float32) * (along_q * unit * unit)[:, None]
                 d_key -= kt.load(WIDE).to(gl.float32) * (along_k * ku * ku)[:, None]
-            outputs.index(0).store(d_query.to(dtype))
-            outputs.index(1).store(d_key.to(dtype))
+            qt.store(d_query.to(dtype))
+            kt.store(d_key.to(dtype))
             fence_async_shared()
             barrier()
             at = token_row + chunk * C
             if FULL:
-                tile_out(dq, [at, value_column], outputs.index(0))
-                tile_out(dk, [at, value_column], outputs.index(1))
+                tile_out(dq, [at, value_column], qt)
+                tile_out(dk, [at, value_column], kt)
             else:
                 if left < C:
-                    write_rows(dq_rows, outputs.index(0).load(LINES), at, value_column, left, HV * D, FULL, C, D, LINES)
-                    write_rows(dk_rows, outputs.index(1).load(LINES), at, value_column, left, HV * D, FULL, C, D, LINES)
+                    write_rows(dq_rows, qt.load(LINES), at, value_column, left, HV * D, FULL, C, D, LINES)
+                    write_rows(dk_rows, kt.load(LINES), at, value_column, left, HV * D, FULL, C, D, LINES)
                 else:
-                    tile_out(dq, [at, value_column], outputs.index(0))
-                    tile_out(dk, [at, value_column], outputs.index(1))
+                    tile_out(dq, [at, value_column], qt)
+                    tile_out(dk, [at, value_column], kt)
             G_final = gl.load(total + ahead * C + (C - 1), mask=more, other=0.0)
             seg_final = gl.load(segment + ahead * C + (C - 1), mask=more, other=0)
 
@@ -461,6 +495,8 @@ def fused_backward_kernel(
         mbarrier.invalidate(streams.index(1))
         mbarrier.invalidate(matrices)
         mbarrier.invalidate(warm)
+        mbarrier.invalidate(early.index(0))
+        mbarrier.invalidate(early.index(1))
         mbarrier.invalidate(values)
         if KEEP_START:
             if begin == 0:

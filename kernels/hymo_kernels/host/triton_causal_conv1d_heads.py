@@ -17,7 +17,7 @@ class Plan(NamedTuple):
     ahead: int  # rows that it loads ahead of their use
 
 
-FORWARD_PLAN = Plan(pairs=64, block=256, ahead=4)
+FORWARD_PLAN = Plan(pairs=32, block=128, ahead=8)
 BACKWARD_PLAN = Plan(pairs=32, block=128, ahead=4)
 
 
