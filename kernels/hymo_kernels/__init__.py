@@ -12,15 +12,11 @@ from hymo_kernels.host.gated_delta_rule import (
 )
 from hymo_kernels.host.gated_linear_scan import gated_linear_scan, naive_gated_linear_scan
 from hymo_kernels.host.mixed_linear import mixed_linear
-from hymo_kernels.host.seats import Seats, assign_seats, combine, dispatch
+from hymo_kernels.host.routed_swiglu import routed_swiglu
 
 __all__ = [
-    "Seats",
-    "assign_seats",
     "causal_conv1d",
     "chunk_gated_delta_rule",
-    "combine",
-    "dispatch",
     "document_attention",
     "fused_recurrent_gated_delta_rule",
     "gated_delta_rule",
@@ -31,4 +27,5 @@ __all__ = [
     "naive_gated_delta_rule",
     "naive_gated_linear_scan",
     "naive_recurrent_gated_delta_rule",
+    "routed_swiglu",
 ]

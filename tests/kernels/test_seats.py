@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hymo.jit import jit
 from hymo.region import region
-from hymo_kernels import Seats, assign_seats, combine, dispatch
+from hymo_kernels.host.seats import Seats, assign_seats, combine, dispatch, pack_seats
 
 Gradients = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
 # Rows, tokens, experts, experts a token, capacity.
