@@ -1,5 +1,6 @@
 """What the experts of a mixture answer: each a SwiGLU of the tokens that chose it, within its capacity."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
@@ -44,13 +45,12 @@ def routed_swiglu(
 
     Source: Gale et al. 2022, arXiv:2211.15841, for products over filled rows only.
     """
-    experts = gate.shape[0]
+    linear: Callable[[Tensor, Tensor], Tensor] = _linear
     if _takes_groups(x, gate, backend=backend):
-        seats, ends = pack_seats(expert, weight, experts=experts, capacity=capacity)
+        seats, ends = pack_seats(expert, weight, experts=gate.shape[0], capacity=capacity)
         linear = partial(grouped_linear, ends=ends)
     else:
-        seats = assign_seats(expert, weight, experts=experts, capacity=capacity)
-        linear = _linear
+        seats = assign_seats(expert, weight, experts=gate.shape[0], capacity=capacity)
     rows = dispatch(rearrange(x, "b t d -> 1 (b t) d"), seats)
     y = linear(F.silu(linear(rows, gate)) * linear(rows, up), down)
     answered = combine(y, rearrange(weight, "b t k -> 1 (b t) k"), seats)
@@ -59,7 +59,7 @@ def routed_swiglu(
 
 
 def groups_serve(x: Float[Tensor, "b t d"], gate: Float[Tensor, "e d f"]) -> bool:
-    """Whether grouped products are made for these numbers, on a device that has them."""
+    """Whether there are grouped products of such numbers, on a device that has any."""
     return x.dtype == gate.dtype == torch.bfloat16 and all(size % ROW == 0 for size in gate.shape[1:])
 
 
@@ -70,7 +70,7 @@ def _takes_groups(x: Tensor, gate: Tensor, *, backend: str | None) -> bool:
     served = groups_serve(x, gate) and (on_gpu or x.device.type == "cpu")
     if backend == "grouped" and not served:
         raise ValueError(
-            f"routed_swiglu: backend='grouped' multiplies bfloat16 on a Hopper GPU or a CPU, widths that {ROW} divides; "
+            f"routed_swiglu: backend='grouped' takes bfloat16 on a Hopper GPU or a CPU, d and f that {ROW} divides; "
             f"x is {x.dtype} on {x.device}, d and f are {gate.shape[1]} and {gate.shape[2]}; 'eager' takes all of them"
         )
     return backend == "grouped" or (backend is None and served and on_gpu)
