@@ -21,6 +21,7 @@ from hymo_kernels import (
     gated_delta_rule,
     gated_linear_scan,
     linear_cross_entropy,
+    routed_swiglu,
 )
 
 
@@ -32,6 +33,7 @@ class Backend(NamedTuple):
         linear_scan: the additive recurrence, `hymo_kernels.gated_linear_scan`.
         conv: queries, keys and values by a causal convolution, rotated, `hymo_kernels.causal_conv1d_heads`.
         attend: document-isolated causal attention, `hymo_kernels.document_attention`.
+        experts: what a mixture's experts answer within their capacity, `hymo_kernels.routed_swiglu`.
         cross_entropy: the loss of a vocabulary head, `hymo_kernels.linear_cross_entropy`.
         gather: (parameters of a block, their specs) -> the parameters its layers use.
         region: a function that is called many times -> the function to call in its place, `hymo.region.region`.
@@ -43,6 +45,7 @@ class Backend(NamedTuple):
     linear_scan: Callable[..., tuple[Tensor, Tensor | None]]
     conv: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor | None]]
     attend: Callable[..., Tensor]
+    experts: Callable[..., tuple[Tensor, Tensor]]
     cross_entropy: Callable[..., Tensor]
     gather: Callable[[Any, Any], Any]
     region: Callable[[Any], Any]
@@ -75,6 +78,7 @@ EAGER = Backend(
     linear_scan=partial(gated_linear_scan, backend="eager"),
     conv=partial(causal_conv1d_heads, backend="eager"),
     attend=partial(document_attention, backend="eager"),
+    experts=partial(routed_swiglu, backend="eager"),
     cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=LOGIT_BYTES),
     gather=keep,
     region=inline,
@@ -91,15 +95,17 @@ TRITON = EAGER._replace(
     linear_scan=partial(gated_linear_scan, backend="triton"),
     conv=partial(causal_conv1d_heads, backend="triton"),
     attend=partial(document_attention, backend="triton"),
+    experts=routed_swiglu,
     cross_entropy=partial(linear_cross_entropy, backend="triton", logit_bytes=GPU_LOGIT_BYTES),
 )
-"""Triton's kernels, on an NVIDIA GPU; what they do not serve is an error."""
+"""Triton's kernels, on an NVIDIA GPU; what they do not serve is an error. Experts have none and take what is best."""
 
 AUTO = EAGER._replace(
     scan=partial(gated_delta_rule, keep_states=True),
     linear_scan=gated_linear_scan,
     conv=causal_conv1d_heads,
     attend=document_attention,
+    experts=routed_swiglu,
     cross_entropy=partial(linear_cross_entropy, logit_bytes=GPU_LOGIT_BYTES),
 )
 """Triton's kernels for what they serve on a GPU, and plain PyTorch for the rest."""

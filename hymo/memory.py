@@ -17,6 +17,8 @@ from hymo.loss import loss
 from hymo.model import ModelParams, model_spec, trunk
 from hymo.optim import build_optimizer
 from hymo.params import COMPUTE_ROLES, ROLES, abstract, count, is_spec, partition
+from hymo_kernels import routed_swiglu
+from hymo_kernels.host.routed_swiglu import groups_serve
 from hymo_kernels.host.triton_cross_entropy import chunk_of, triton_cross_entropy
 
 SCAN_CHUNK = 64
@@ -87,7 +89,8 @@ def step_memory(config: HyMoConfig, world_size: int = 1) -> Memory:
 
 
 def uses_kernels(config: HyMoConfig) -> bool:
-    """Whether the estimate is for Triton's kernels: asked for, or what `auto` means where inductor compiles."""
+    """Whether the estimate is for Triton's kernels and grouped products of experts, as on a Hopper GPU: asked for, or
+    what `auto` means where inductor compiles."""
     trained = config.training
     return trained.backend == "triton" or (trained.backend == "auto" and trained.compile == "inductor")
 
@@ -238,7 +241,7 @@ class Opaque(torch.autograd.Function):
 
 
 def _kernels(ledger: Ledger) -> Backend:
-    """Stand-ins for the kernels: they take and keep the memory that those do, and compute nothing."""
+    """Stand-ins for the kernels: they take and keep the memory that those do, and compute nothing. Experts are real."""
 
     def call(run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
         def read(*inputs: Tensor) -> tuple[Tensor, ...]:
@@ -259,10 +262,15 @@ def _kernels(ledger: Ledger) -> Backend:
     def softmax(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
+    def experts(x: Tensor, expert: Tensor, weight: Tensor, gate: Tensor, *others: Tensor, capacity: int) -> Any:
+        backend: Any = "grouped" if groups_serve(x, gate) else "eager"
+        return routed_swiglu(x, expert, weight, gate, *others, capacity=capacity, backend=backend)
+
     return EAGER._replace(
         scan=lambda *inputs, **options: (call(delta, *inputs), None),
         linear_scan=lambda *inputs, **options: (call(linear, *inputs), None),
         attend=lambda *inputs, **options: call(softmax, *inputs),
+        experts=experts,
         # Its chunk of logits is inside, and counted by `_logits`.
         cross_entropy=lambda *inputs, cap: triton_cross_entropy(*inputs, cap, 1),
     )

@@ -155,7 +155,8 @@ def _layer(cfg: ModelConfig, attends: bool, backend: Backend, capacity: int | No
         x = x + y
         load: Load | tuple[()] = ()
         if isinstance(p.ffn, MoeParams):
-            y, load = moe(p.ffn, rms_norm(x, p.ffn_norm, eps=cfg.norm_eps), cfg=cfg, capacity=capacity)
+            normed = rms_norm(x, p.ffn_norm, eps=cfg.norm_eps)
+            y, load = moe(p.ffn, normed, cfg=cfg, backend=backend, capacity=capacity)
             x = x + y
         elif isinstance(p.ffn, SwigluParams):
             x = x + swiglu(p.ffn, rms_norm(x, p.ffn_norm, eps=cfg.norm_eps))

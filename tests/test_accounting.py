@@ -263,6 +263,16 @@ def test_half_precision_copies_what_the_layers_multiply_with() -> None:
     assert memory.activations < step_memory(one_layer()).activations
 
 
+def test_grouped_experts_keep_what_tokens_chose_whatever_the_capacity() -> None:
+    def activations(backend: str, capacity: float) -> int:
+        keys = {"precision": "bfloat16", "compile": "inductor", "backend": backend}
+        return step_memory(one_layer(training=keys, model={"moe_capacity_factor": capacity})).activations
+
+    # Little more than the bounds between groups, against the seats that may stay empty.
+    assert activations("auto", 1.5) == pytest.approx(activations("auto", 1.0), rel=1e-3)
+    assert activations("eager", 1.5) > 1.05 * activations("eager", 1.0)
+
+
 def test_a_loss_by_kernels_has_one_chunk_of_logits_and_the_gradients_of_its_table() -> None:
     low = {"precision": "bfloat16", "compile": "inductor"}
     config = one_layer(training={**low, "backend": "triton"})

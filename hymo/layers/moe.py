@@ -4,14 +4,15 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from einops import einsum, rearrange
+from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hymo.backend import EAGER, Backend
 from hymo.config import ModelConfig
 from hymo.layers.feedforward import SwigluParams, swiglu
 from hymo.params import buffer, constant, declare, expert, gate, normal, power
-from hymo_kernels import assign_seats, combine, dispatch, mixed_linear
+from hymo_kernels import mixed_linear
 
 
 class ExpertParams(NamedTuple):
@@ -71,7 +72,12 @@ def route(p: MoeParams, x: Float[Tensor, "b t d"], *, k: int) -> Routing:
 
 
 def moe(
-    p: MoeParams, x: Float[Tensor, "b t {cfg.dim}"], *, cfg: ModelConfig, capacity: int | None = None
+    p: MoeParams,
+    x: Float[Tensor, "b t {cfg.dim}"],
+    *,
+    cfg: ModelConfig,
+    backend: Backend = EAGER,
+    capacity: int | None = None,
 ) -> tuple[Float[Tensor, "b t {cfg.dim}"], Load]:
     """The shared experts of every token plus the weighted sum of its chosen ones.
 
@@ -86,7 +92,7 @@ def moe(
     if capacity is None or capacity >= x.shape[1]:
         y, dropped = _serve_all(p, x, routing), torch.zeros((), device=x.device)
     else:
-        y, dropped = _serve(p, x, routing, capacity)
+        y, dropped = backend.experts(x, routing.expert, routing.weight, *p.routed, capacity=capacity)
     if isinstance(p.shared, SwigluParams):
         y = y + swiglu(p.shared, x)
     return y, Load(routing.assigned, dropped)
@@ -119,17 +125,3 @@ def _serve_all(p: MoeParams, x: Float[Tensor, "b t d"], routing: Routing) -> Flo
     weight = zeros.scatter(-1, routing.expert, routing.weight).to(x.dtype)
     y = torch.func.vmap(swiglu, in_dims=(0, None))(SwigluParams(*p.routed), x)
     return einsum(y, weight, "e b t d, b t e -> b t d")
-
-
-def _serve(
-    p: MoeParams, x: Float[Tensor, "b t d"], routing: Routing, capacity: int
-) -> tuple[Float[Tensor, "b t d"], Float[Tensor, ""]]:
-    """Each expert sees the `capacity` tokens of a row that want it most."""
-    seats = assign_seats(routing.expert, routing.weight, experts=p.router.shape[1], capacity=capacity)
-    seated = dispatch(rearrange(x, "b t d -> 1 (b t) d"), seats)
-    # One product an expert, over the seats of all rows: with rows apart the weights would be copied for each.
-    seated = rearrange(seated, "1 (e s) d -> e s d", e=p.router.shape[1])
-    y = rearrange(torch.func.vmap(swiglu)(SwigluParams(*p.routed), seated), "e s d -> 1 (e s) d")
-    answered = combine(y, rearrange(routing.weight, "b t k -> 1 (b t) k"), seats)
-    lost = (seats.of_choice == y.shape[1]).sum().float()
-    return rearrange(answered, "1 (b t) d -> b t d", b=x.shape[0]), lost

@@ -14,16 +14,12 @@ from hymo_kernels.host.gated_delta_rule import (
 from hymo_kernels.host.gated_linear_scan import gated_linear_scan, naive_gated_linear_scan
 from hymo_kernels.host.mixed_linear import mixed_linear
 from hymo_kernels.host.rotation import rotated
-from hymo_kernels.host.seats import Seats, assign_seats, combine, dispatch
+from hymo_kernels.host.routed_swiglu import routed_swiglu
 
 __all__ = [
-    "Seats",
-    "assign_seats",
     "causal_conv1d",
     "causal_conv1d_heads",
     "chunk_gated_delta_rule",
-    "combine",
-    "dispatch",
     "document_attention",
     "fused_recurrent_gated_delta_rule",
     "gated_delta_rule",
@@ -35,4 +31,5 @@ __all__ = [
     "naive_gated_linear_scan",
     "naive_recurrent_gated_delta_rule",
     "rotated",
+    "routed_swiglu",
 ]

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hymo.jit import jit
 from hymo.region import region
-from hymo_kernels import Seats, assign_seats, combine, dispatch
+from hymo_kernels.host.seats import Seats, assign_seats, combine, dispatch, pack_seats
 
 Gradients = Callable[..., tuple[tuple[Tensor, ...], Tensor]]
 # Rows, tokens, experts, experts a token, capacity.
@@ -53,6 +53,23 @@ def test_seats_go_to_those_who_want_them_most(seed: int, sizes: Any) -> None:
     lost = torch.full((1, rows * time * k + 1), experts * rows * capacity)
     of_choice = lost.scatter(1, seats.of_seat, torch.arange(seats.of_seat.shape[1])[None])[:, :-1]
     assert torch.equal(seats.of_choice.flatten(1), of_choice)
+
+
+@given(seed=st.integers(0, 2**31), sizes=SIZES)
+def test_packed_seats_are_the_same_without_the_empty_ones(seed: int, sizes: Any) -> None:
+    rows, time, (experts, k), capacity = sizes
+    expert, weight = choices(seed, rows, time, experts, k)
+    seats = assign_seats(expert, weight, experts=experts, capacity=capacity)
+    packed, ends = pack_seats(expert, weight, experts=experts, capacity=capacity)
+    taken = seats.of_seat[0] < rows * time * k
+    filled = int(taken.sum())
+    most = min(rows * time * k, experts * rows * capacity)
+    assert ends.dtype == torch.int32
+    assert ends.tolist() == [taken.view(experts, -1).sum(1).cumsum(0).tolist()]
+    assert packed.of_seat.tolist() == [seats.of_seat[0, taken].tolist() + [rows * time * k] * (most - filled)]
+    lost = torch.full((1, rows * time * k + 1), most)
+    of_choice = lost.scatter(1, packed.of_seat, torch.arange(most)[None])[:, :-1]
+    assert torch.equal(packed.of_choice.flatten(1), of_choice)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from hymo import tree
+from hymo.backend import EAGER
 from hymo.config import ModelConfig
 from hymo.layers.moe import MoeParams, moe, moe_spec, rebalance, route
 from hymo.params import initialize
@@ -179,6 +180,21 @@ def test_room_for_all_is_dropless() -> None:
         torch.testing.assert_close(y, dropless, rtol=1e-5, atol=1e-6)
         assert same.dropped == load.dropped == 0
     assert moe(p, x, cfg=cfg, capacity=busiest - 1)[1].dropped > 0
+
+
+def test_a_capacity_is_served_by_the_experts_of_the_backend() -> None:
+    cfg, p, x = case(4, 2, 10)
+    y, load = moe(p, x, cfg=cfg, capacity=3)
+    asked: list[int] = []
+
+    def experts(*tensors: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
+        asked.append(capacity)
+        return EAGER.experts(*tensors, capacity=capacity)
+
+    for capacity in (3, None, 10):
+        again, same = moe(p, x, cfg=cfg, backend=EAGER._replace(experts=experts), capacity=capacity)
+        assert torch.equal(again, y) == torch.equal(same.dropped, load.dropped) == (capacity == 3)
+    assert asked == [3]
 
 
 def test_without_capacity_a_token_sees_no_other_bit() -> None:

@@ -32,14 +32,49 @@ def assign_seats(expert: Int[Tensor, "b t k"], weight: Float[Tensor, "b t k"], *
         expert: the different experts that each token chose.
         weight: how much it wants each, >= 0; among equals the first token of a row comes first.
     """
-    (b, t, k), on = expert.shape, expert.device
-    seats, choices = experts * b * capacity, b * t * k
+    first = _queue(expert) * capacity
+    return _seats(expert, weight, first, experts=experts, capacity=capacity, seats=experts * len(expert) * capacity)
+
+
+def pack_seats(
+    expert: Int[Tensor, "b t k"], weight: Float[Tensor, "b t k"], *, experts: int, capacity: int
+) -> tuple[Seats, Int[Tensor, "1 e"]]:
+    """The same tokens as `assign_seats` seats, in the same order, with the empty seats behind all others.
+
+    Returns:
+        The seats, as many as can be taken at most, and where those of each expert end.
+    """
+    chosen = (expert[..., None] == torch.arange(experts, device=expert.device)).sum((1, 2))
+    taken = rearrange(chosen.clamp(max=capacity), "b e -> (e b)")
+    end = taken.cumsum(0)
+    first = (end - taken)[_queue(expert)]
+    most = min(expert.numel(), experts * len(expert) * capacity)
+    seats = _seats(expert, weight, first, experts=experts, capacity=capacity, seats=most)
+    return seats, rearrange(end, "(e b) -> b e", e=experts)[-1:].int()
+
+
+def _queue(expert: Int[Tensor, "b t k"]) -> Int[Tensor, "b t k"]:
+    """Which queue a choice stands in: there is one for each expert and row."""
+    rows = expert.shape[0]
+    return expert * rows + torch.arange(rows, device=expert.device)[:, None, None]
+
+
+def _seats(
+    expert: Int[Tensor, "b t k"],
+    weight: Float[Tensor, "b t k"],
+    first: Int[Tensor, "b t k"],
+    *,
+    experts: int,
+    capacity: int,
+    seats: int,
+) -> Seats:
+    """The first `capacity` choices of each queue, heaviest first, from the `first` seat of that queue on."""
+    (b, t, k), on, choices = expert.shape, expert.device, expert.numel()
     unwanted = torch.full((b, t, experts), -1.0, dtype=weight.dtype, device=on)
     wish = rearrange(unwanted.scatter(-1, expert, weight.detach()), "b t e -> b e t")
     order = wish.argsort(dim=-1, descending=True, stable=True)
     rank = torch.zeros_like(order).scatter(-1, order, torch.arange(t, device=on).expand_as(order))
     rank = rearrange(rank, "b e t -> b t e").gather(-1, expert)
-    first = (expert * b + torch.arange(b, device=on)[:, None, None]) * capacity
     seat = rearrange(torch.where(rank < capacity, first + rank, seats), "b t k -> 1 (b t k)")
     # What lost its seat is written past the last one.
     empty = torch.full((1, seats + 1), choices, device=on)
