@@ -86,6 +86,16 @@ def assert_equals_definition(x: list[Tensor], found: tuple[Tensor, ...]) -> None
         assert_heads_close(got, want, head=head, within=1e-2, floor=floor, name=name)
 
 
+def assert_equals_another_program(name: str, got: Tensor, want: Tensor) -> None:
+    """Equal but for rounding: loads of another width or other segments are another program.
+
+    dg and dbeta are sums that cancel. Where one program truncates the operands of a chunk's inverse and the other
+    rounds them, in fp64 otherwise, dg of one chunk is up to 4.5e-3 apart in 60 draws, and either 1.1e-2 from the truth.
+    """
+    within = 1e-2 if name in ("g", "beta") else 5e-3
+    assert_heads_close(got, want, head=1 if name in ("end", "start") else 2, within=within, floor=0.05, name=name)
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("width", [32, 128])
 def test_a_hundred_repetitions_give_the_same_bits(width: int, packed: bool) -> None:
@@ -115,8 +125,7 @@ def test_what_surrounds_the_inputs_is_not_read(widths: tuple[int, int], time: in
     start = clean[5].new_full((2, 2, widths[1] + 3, widths[0] + 5), torch.nan)[..., 1:-2, 2:-3].mT.copy_(clean[5])
     for name, got, want in zip(("o", "end", *NAMES), everything(*around, start), everything(*clean), strict=True):
         assert got.isfinite().all(), name
-        # Loads of another width are another program, which rounds a few numbers otherwise.
-        assert_heads_close(got, want, head=1 if name in ("end", "start") else 2, within=3e-3, floor=0.05, name=name)
+        assert_equals_another_program(name, got, want)
 
 
 @pytest.mark.parametrize("width", [32, 128])
@@ -155,7 +164,7 @@ def test_offsets_beyond_two_billion_elements_of_a_contiguous_batch() -> None:
     found = [(y[:2].clone(), y[-3:].clone()) for y in run(*x)]
     for name, (first, got), want in zip(("o", "end", *NAMES), found, run(*last), strict=True):
         # Another number of programs cuts the sequences into other segments: not the same bits.
-        assert_heads_close(got, want, head=1 if name in ("end", "start") else 2, within=5e-3, floor=0.05, name=name)
+        assert_equals_another_program(name, got, want)
         assert_same_bits(first[0], first[1], name)
 
 
@@ -339,7 +348,7 @@ def test_parts_of_one_projection_are_read_in_place(monkeypatch: pytest.MonkeyPat
     monkeypatch.undo()
     for name, got, right in zip(("o", "end", *NAMES), found, want, strict=False):
         # Aligned rows may have a kernel of their own.
-        assert_heads_close(got, right, head=1 if name == "end" else 2, within=5e-3, floor=0.05, name=name)
+        assert_equals_another_program(name, got, right)
 
 
 def test_mixed_dtypes_are_read_as_they_are_and_their_gradients_are_alike() -> None:
