@@ -31,7 +31,7 @@ def grouped_linear(
 
 
 def _forward(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    return _stacked([F.grouped_mm(rows, w, offs=offs) for rows, offs in zip(x, ends, strict=True)])
+    return _stacked([F.grouped_mm(x[i], w, offs=ends[i]) for i in range(len(x))])
 
 
 def _backward(
@@ -43,7 +43,7 @@ def _backward(
     if needs[0]:
         dx = _forward(dy, w.mT, ends)
     if needs[1]:
-        products = [F.grouped_mm(a.mT, b, offs=offs) for a, b, offs in zip(x, dy, ends, strict=True)]
+        products = [F.grouped_mm(x[i].mT, dy[i], offs=ends[i]) for i in range(len(x))]
         dw = functools.reduce(torch.add, products)
     return dx, dw, None
 
