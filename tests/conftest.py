@@ -26,7 +26,19 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
 
 
+def spread(items: list[pytest.Item]) -> list[pytest.Item]:
+    """The tests with those of whole steps at even distances: of processes that share them out, none has two."""
+    whole = [item for item in items if "whole_step" in item.keywords]
+    mixed = [item for item in items if "whole_step" not in item.keywords]
+    distance = len(items) // max(len(whole), 1)
+    for place, item in enumerate(whole):
+        mixed.insert(place * distance, item)
+    return mixed
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = spread(items)
     heavy = pytest.mark.skip(reason="heavy: full sizes or minutes of CPU; add --run-heavy")
     gpu = pytest.mark.skip(reason="gpu: needs an NVIDIA GPU with Triton")
     for item in items:

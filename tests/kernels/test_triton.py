@@ -21,26 +21,40 @@ ROOT = Path(__file__).parents[2]
 BUDGET = {"dg": 2e-2, "dbeta": 1.5e-2}
 # Of fp32 numbers, by how products are formed.
 FP32_BUDGET: dict[Precision, float] = {"tf32x3": 3e-6, "ieee": 1.5e-6}
-WIDTHS = [(16, 16), (32, 32), (64, 64), (96, 128), (128, 128), (128, 64)]
-WIDER = [(96, 192), (128, 256), (160, 64), (192, 192), (256, 256)]
-ENTRIES = [Case(2, 500, 2, 2, k, v, resets=(166, 253)) for k, v in WIDTHS + WIDER]
-GPU_CASES = [
-    *ENTRIES,
+SQUARE = [(16, 16), (32, 32), (64, 64), (128, 128), (256, 256)]
+OBLONG = [(96, 128), (128, 64), (96, 192), (128, 256), (160, 64), (192, 192)]
+SQUARES, OBLONGS = ([Case(2, 500, 2, 2, k, v, resets=(166, 253)) for k, v in widths] for widths in (SQUARE, OBLONG))
+PACKED = Case(1, 700, 1, 3, 128, 128, bounds=(0, 64, 64, 193, 650))
+PACKED_NARROW = Case(1, 1000, 1, 2, 32, 32, bounds=(0, 1, 3, 500, 500, 990))
+IN_KERNEL = Case(2, 300, 2, 4, 64, 64, in_kernel=True, resets=(70,))
+SEGMENTS = Case(1, 64 * 40, 1, 1, 32, 32, gate=-0.01)
+FORGETFUL = Case(1, 129, 1, 1, 128, 128, gate=-16.0)
+OPTIONS = [
+    PACKED,
+    PACKED_NARROW,
+    IN_KERNEL,
+    SEGMENTS,
+    FORGETFUL,
+    *(Case(2, 300, 2, 2, width, width, gated=False) for width in (32, 64, 128)),
     Case(1, 700, 1, 3, 192, 96, bounds=(0, 64, 64, 193, 650)),
     Case(2, 300, 2, 4, 256, 64, in_kernel=True, resets=(70,)),
     Case(1, 64 * 40, 1, 1, 192, 192, gate=-0.5, state=False),
-    Case(1, 700, 2, 6, 128, 128, bounds=(0, 64, 64, 193, 650)),
-    Case(1, 1000, 1, 2, 32, 32, bounds=(0, 1, 3, 500, 500, 990)),
-    Case(2, 300, 2, 4, 64, 64, in_kernel=True, resets=(70,)),
     Case(1, 64 * 40, 1, 1, 128, 128, gate=-0.5, state=False),
-    Case(1, 64 * 40, 1, 1, 32, 32, gate=-0.01),
     Case(2, 300, 2, 4, 24, 32, in_kernel=True, resets=(70,)),
     Case(1, 129, 1, 1, 32, 32, gate=-16.0),
     Case(1, 1, 2, 2, 128, 128),
     Case(2, 500, 2, 2, 128, 128, resets=(166, 253), keep=True),
     Case(1, 700, 2, 6, 64, 64, bounds=(0, 64, 64, 193, 650), keep=True),
     Case(1, 300, 1, 1, 192, 192, keep=True),
-    Case(1, 129, 1, 1, 128, 128, gate=-16.0),
+]
+# One text of each kernel serves all numbers: every width and option is tried with some, every table entry with all.
+GPU_CASES = [
+    *((case, torch.bfloat16) for case in (*SQUARES, *OBLONGS, *OPTIONS)),
+    *((case, torch.float16) for case in SQUARES),
+]
+FP32_CASES = [
+    *((case, "tf32x3") for case in (*SQUARES, *OBLONGS[::2], PACKED, PACKED_NARROW, IN_KERNEL, SEGMENTS, FORGETFUL)),
+    *((case, "ieee") for case in SQUARES),
 ]
 
 
@@ -65,8 +79,7 @@ def test_an_unknown_precision_is_an_error() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", GPU_CASES, ids=str)
+@pytest.mark.parametrize(("case", "dtype"), GPU_CASES, ids=str)
 def test_kernels_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
     assert set(PLANS) == {64, 128, 256}
     errors = worst_heads(case, "cuda", dtype)
@@ -75,8 +88,7 @@ def test_kernels_equal_the_definition(case: Case, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("precision", ["tf32x3", "ieee"])
-@pytest.mark.parametrize("case", [*ENTRIES, *GPU_CASES[-10:]], ids=str)
+@pytest.mark.parametrize(("case", "precision"), FP32_CASES, ids=str)
 def test_fp32_kernels_equal_the_definition(case: Case, precision: Precision) -> None:
     assert set(FP32_PLANS) == {32, 64, 128, 256}
     errors = worst_heads(replace(case, precision=precision), "cuda", torch.float32)

@@ -17,8 +17,8 @@ from hymo_kernels.host import narrow_gated_delta_rule as narrow
 from hymo_kernels.host import triton_gated_delta_rule as general
 from hymo_kernels.host.gated_delta_call import Gradients, Options, Precision
 
-NAMES = ("o", "state", "dq", "dk", "dv", "dg", "dbeta", "dstate")
-HEAD_AXIS = (2, 1, 2, 2, 2, 2, 2, 1)
+HEAD_AXIS = {"o": 2, "state": 1, "dq": 2, "dk": 2, "dv": 2, "dg": 2, "dbeta": 2, "dstart": 1}
+"""Which axis of each quantity counts heads."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Case:
     v: int
     gate: float = -0.3
     norm: bool = True
+    gated: bool = True
     state: bool = True
     resets: tuple[int, ...] = ()
     bounds: tuple[int, ...] = ()
@@ -72,12 +73,14 @@ def inputs(case: Case, device: str, dtype: torch.dtype) -> dict[str, Tensor | No
     made: dict[str, Tensor | None] = {name: x.to(device, dtype) for name, x in low.items()}
     made |= {name: None if x is None else x.to(device) for name, x in wide.items()}
     made["bounds"] = torch.tensor(case.bounds, dtype=torch.int32, device=device) if case.bounds else None
+    if not case.gated:
+        made["g"] = None
     made["A_log"] = torch.linspace(-2, 1, case.hv).to(device) if case.in_kernel else None
     made["dt_bias"] = torch.linspace(-1, 1, case.hv).to(device) if case.in_kernel else None
     return made
 
 
-def by_kernels(case: Case, x: dict[str, Tensor | None], kernels: Any = None) -> list[Tensor]:
+def by_kernels(case: Case, x: dict[str, Tensor | None], kernels: Any = None) -> dict[str, Tensor]:
     """Read-outs, final state, and gradients, straight from the launchers: those that a call would take unless given."""
     beta_max = 2.0 if case.in_kernel else 1.0
     static = (case.k**-0.5, case.norm, case.in_kernel, case.in_kernel, beta_max, True, case.precision, case.keep)
@@ -89,17 +92,17 @@ def by_kernels(case: Case, x: dict[str, Tensor | None], kernels: Any = None) -> 
     grads = kernels.backward(q, k, v, start, bounds, *made, x["do"], x["d_end"], False, *static)
     found = Gradients(*grads)
     dg, d_beta, _, _ = general.through_gates(found, g, beta, A_log, dt_bias, Options(*static))  # type: ignore[arg-type]
-    assert dg is not None
-    return [o, end, found.q, found.k, found.v, dg, d_beta, *([found.start] if case.state else [])]
+    values = (o, end, found.q, found.k, found.v, dg, d_beta, found.start if case.state else None)
+    return {name: x for name, x in zip(HEAD_AXIS, values, strict=True) if x is not None}
 
 
-def by_definition(case: Case, x: dict[str, Tensor | None]) -> list[Tensor]:
+def by_definition(case: Case, x: dict[str, Tensor | None]) -> dict[str, Tensor]:
     """The same in fp64 on the CPU."""
-    names = ["q", "k", "v", "g", "beta", *(["start"] if case.state else [])]
-    leaves = [x[name].cpu().double().requires_grad_() for name in names]  # type: ignore[union-attr]
+    given = {name: x[name] for name in ("q", "k", "v", "g", "beta", "start")}
+    leaves = {name: leaf.cpu().double().requires_grad_() for name, leaf in given.items() if leaf is not None}
     o, end = naive_gated_delta_rule(
-        *leaves[:5],
-        initial_state=leaves[5] if case.state else None,
+        *(leaves.get(name) for name in ("q", "k", "v", "g", "beta")),  # type: ignore[arg-type]
+        initial_state=leaves.get("start"),
         output_final_state=True,
         use_qk_l2norm_in_kernel=case.norm,
         use_beta_sigmoid_in_kernel=case.in_kernel,
@@ -113,15 +116,18 @@ def by_definition(case: Case, x: dict[str, Tensor | None]) -> list[Tensor]:
     assert x["do"] is not None
     assert x["d_end"] is not None
     loss = (o * x["do"].cpu().double()).sum() + (end * x["d_end"].cpu().double()).sum()
-    return [o, end, *torch.autograd.grad(loss, leaves)]
+    grads = torch.autograd.grad(loss, list(leaves.values()))
+    return {"o": o, "state": end} | {f"d{name}": grad for name, grad in zip(leaves, grads, strict=True)}
 
 
 def worst_heads(case: Case, device: str, dtype: torch.dtype, kernels: Any = None) -> dict[str, float]:
     """Relative error of every quantity, of the head that has it worst; never NaN: that counts as infinite."""
     x = inputs(case, device, dtype)
     errors = {}
-    found = by_kernels(case, x, kernels)
-    for name, axis, got, want in zip(NAMES, HEAD_AXIS, found, by_definition(case, x), strict=False):
+    found, true = by_kernels(case, x, kernels), by_definition(case, x)
+    assert found.keys() == true.keys()
+    for name, want in true.items():
+        got, axis = found[name], HEAD_AXIS[name]
         difference = (got.cpu().double() - want).movedim(axis, 0).flatten(1).norm(dim=1)
         # dg and dbeta are sums of k * v products, which may cancel: their floor is the size of the terms.
         floor = (case.k * case.v) ** 0.5 / 4 if name in ("dg", "dbeta") else 1e-3
@@ -138,12 +144,14 @@ NARROW = (
     Case(1, 150, 1, 1, 16, 16, bounds=(0, 20, 20, 97, 140)),
     Case(1, 80, 1, 2, 24, 16, in_kernel=True, resets=(3,)),
     Case(1, 32 * 20, 1, 1, 32, 32, gate=-0.02),
+    Case(1, 70, 1, 2, 16, 16, gated=False),
     Case(1, 32 * 20 - 3, 1, 1, 16, 16, state=False),
     Case(1, 700, 1, 1, 16, 32, bounds=(0, 5, 5, 690, 691)),
 )
 MIDDLE = (
     Case(1, 70, 1, 2, 16, 64, resets=(20, 25)),
     Case(2, 130, 1, 1, 64, 16, norm=False),
+    Case(1, 70, 1, 2, 64, 16, gated=False),
     Case(1, 150, 1, 1, 48, 16, bounds=(0, 20, 20, 97, 140)),
     Case(1, 80, 1, 2, 24, 64, in_kernel=True, resets=(3,)),
     Case(1, 64 * 17, 1, 1, 16, 64, gate=-0.5, state=False),

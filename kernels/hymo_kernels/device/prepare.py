@@ -69,7 +69,7 @@ def prepare_kernel(
         q_squares = tl.zeros([C], tl.float32)
         kk = tl.zeros([C, C], tl.float32)
         qk = tl.zeros([C, C], tl.float32)
-        for piece in tl.static_range((K + BLOCK_K - 1) // BLOCK_K):
+        for piece in tl.range((K + BLOCK_K - 1) // BLOCK_K, num_stages=1, disable_licm=True):
             features = piece * BLOCK_K + tl.arange(0, BLOCK_K)
             mask = inside[:, None] & (features < K)[None, :]
             kt = tl.load(k_rows + (i[:, None] * stride_kt + features[None, :]), mask=mask, other=0.0)
