@@ -94,7 +94,8 @@ def test_vmap_and_compiled_gradients_equal_eager_ones() -> None:
     traced = torch._dynamo.nonstrict_trace(gradients)
     compiled = torch.compile(lambda *y: traced(*y), fullgraph=True)(x, weight, *places)
     for found, want in zip(compiled, gradients(x, weight, *places), strict=True):
-        torch.testing.assert_close(found, want, rtol=2e-2, atol=2e-3)
+        # What is around the kernels is rounded once where it was rounded at every operation.
+        assert (found - want).norm() < 1e-2 * want.norm()
 
 
 @pytest.mark.gpu

@@ -2,9 +2,10 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -218,6 +219,15 @@ def _compiled_forward(backend: Any) -> Callable[..., tuple[Tensor, ...]]:
     return run
 
 
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Without the tests' type checks, which Dynamo cannot trace where lengths are symbols."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)
+
+
+@pytest.mark.usefixtures("unchecked")
 @pytest.mark.parametrize("mode", MODES)
 def test_six_lengths_compile_at_most_twice(mode: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
