@@ -243,13 +243,24 @@ class Opaque(torch.autograd.Function):
 def _kernels(ledger: Ledger) -> Backend:
     """Stand-ins for the kernels: they take and keep the memory that those do, and compute nothing. Experts are real."""
 
-    def call(run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+    def all_of(run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> tuple[Tensor, ...]:
         def read(*inputs: Tensor) -> tuple[Tensor, ...]:
             ledger.materialize(inputs)
             return run(*inputs)
 
-        result: Tensor = Opaque.apply(read, *inputs)[0]  # type: ignore[no-untyped-call]
-        return result
+        results: tuple[Tensor, ...] = Opaque.apply(read, *inputs)  # type: ignore[no-untyped-call]
+        return results
+
+    def call(run: Callable[..., tuple[Tensor, ...]], *inputs: Tensor) -> Tensor:
+        return all_of(run, *inputs)[0]
+
+    def heads(x: Tensor, *inputs: Tensor, key_heads: int, key_dim: int, value_heads: int) -> tuple[Tensor, ...]:
+        values = x.shape[2] - 2 * key_heads * key_dim
+        shapes = (key_heads, key_dim), (key_heads, key_dim), (value_heads, values // value_heads)
+        return tuple(x.new_empty(*x.shape[:2], *shape) for shape in shapes)
+
+    def conv(*inputs: Tensor, position: Tensor, initial_state: None, output_final_state: bool, **sizes: Any) -> Any:
+        return *all_of(partial(heads, **sizes), *inputs), None
 
     def delta(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
         b, t, heads, features = v.shape
@@ -268,6 +279,7 @@ def _kernels(ledger: Ledger) -> Backend:
 
     return EAGER._replace(
         scan=lambda *inputs, **options: (call(delta, *inputs), None),
+        conv=conv,
         linear_scan=lambda *inputs, **options: (call(linear, *inputs), None),
         attend=lambda *inputs, **options: call(softmax, *inputs),
         experts=experts,
