@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from hymo_kernels.primitive import differentiable
+from hymo_kernels.primitive import define, differentiable
 
 
 def grouped_linear(
@@ -30,21 +30,52 @@ def grouped_linear(
     return y
 
 
+def _product(x: Tensor, w: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    x, w = x.contiguous(), w.contiguous()
+    each = w.mT if transposed else w
+    return _stacked([F.grouped_mm(x[i], each, offs=ends[i]) for i in range(len(x))])
+
+
+def _product_like(x: Tensor, w: Tensor, ends: Tensor, transposed: bool) -> Tensor:
+    return x.new_empty(*x.shape[:2], w.shape[1 if transposed else 2])
+
+
+def _weight_gradient(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+    x, dy = x.contiguous(), dy.contiguous()
+    return functools.reduce(torch.add, [F.grouped_mm(x[i].mT, dy[i], offs=ends[i]) for i in range(len(x))])
+
+
+def _weight_gradient_like(x: Tensor, dy: Tensor, ends: Tensor) -> Tensor:
+    return x.new_empty(ends.shape[-1], x.shape[-1], dy.shape[-1])
+
+
+# Raw ops: a compiler that chose in which order a transposed operand lies would have its groups begin anywhere, which
+# the library's kernel refuses.
+product = define(
+    "grouped_product(Tensor x, Tensor w, Tensor ends, bool transposed) -> Tensor",
+    fake=_product_like,
+    cpu=_product,
+    cuda=_product,
+)
+weight_gradient = define(
+    "grouped_weight_gradient(Tensor x, Tensor dy, Tensor ends) -> Tensor",
+    fake=_weight_gradient_like,
+    cpu=_weight_gradient,
+    cuda=_weight_gradient,
+)
+
+
 def _forward(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    return _stacked([F.grouped_mm(x[i], w, offs=ends[i]) for i in range(len(x))])
+    y: Tensor = product(x, w, ends, False)
+    return y
 
 
 def _backward(
     needs: tuple[bool, ...], arguments: tuple[Any, ...], outputs: tuple[Any, ...], grads: tuple[Any, ...]
 ) -> tuple[Tensor | None, ...]:
     x, w, ends = arguments
-    dy = grads[0].contiguous()
-    dx = dw = None
-    if needs[0]:
-        dx = _forward(dy, w.mT, ends)
-    if needs[1]:
-        products = [F.grouped_mm(x[i].mT, dy[i], offs=ends[i]) for i in range(len(x))]
-        dw = functools.reduce(torch.add, products)
+    dx = product(grads[0], w, ends, True) if needs[0] else None
+    dw = weight_gradient(x, grads[0], ends) if needs[1] else None
     return dx, dw, None
 
 
