@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from scan import IMPLEMENTATIONS
 from torch import Tensor
 from torch.autograd import DeviceType
