@@ -12,8 +12,8 @@ from torch.utils._pytree import tree_leaves
 from hymo import tree
 from hymo.backend import EAGER
 from hymo.jit import jit
-from hymo.region import region
-from tests.configs import micro_batches, setup, tiny_config
+from hymo.region import once, region
+from tests.configs import micro_batches, setup, smallest_config
 
 WAYS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)]
 
@@ -109,22 +109,22 @@ def test_an_error_of_the_function_comes_out_as_it_is() -> None:
 
 @pytest.mark.parametrize("compile", WAYS)
 def test_a_step_of_regions_and_stacks_is_the_step(compile: Any) -> None:
-    parts = setup(tiny_config())
+    parts = setup(smallest_config())
+    compiled = {"region": partial(region, compile=compile), "once": partial(once, compile=compile)}
     backends = {
         "plain": EAGER,
-        "regions": EAGER._replace(region=partial(region, compile=compile)),
         "stacks": EAGER._replace(stacked=2**21),
-        "both": EAGER._replace(region=partial(region, compile=compile), stacked=2**21),
+        "both": EAGER._replace(**compiled, stacked=2**21),
     }
     after = {}
     for name, backend in backends.items():
         state, losses = parts.state(), []
-        step = parts.step(compile if name in ("regions", "both") else "none", backend=backend)
+        step = parts.step(compile if name == "both" else "none", backend=backend)
         for i in range(3):
             state, metrics = step(state, micro_batches(parts.cfg, i))
             losses.append((metrics.loss, metrics.grad_norm))
         after[name] = losses, state
-    for name in ("regions", "stacks", "both"):
+    for name in ("stacks", "both"):
         torch.testing.assert_close(after[name][0], after["plain"][0], rtol=1e-4, atol=1e-5)
         for path, x in tree.paths(after["plain"][1].params).items():
             found = tree.paths(after[name][1].params)[path]

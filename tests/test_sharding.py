@@ -68,8 +68,16 @@ def test_three_ranks_are_one_bit_by_bit(by_one: programs.Trained) -> None:
     assert by_one.metrics[0]["grad_norm"] > 0.5
 
 
-@pytest.mark.parametrize("compile", ["none", "aot_eager"])
-@pytest.mark.parametrize("shards", [1, 2])
+# Compiled or not, sharded or copied: by default each once.
+@pytest.mark.parametrize(
+    ("shards", "compile"),
+    [
+        (1, "none"),
+        (2, "aot_eager"),
+        pytest.param(2, "none", marks=pytest.mark.heavy),
+        pytest.param(1, "aot_eager", marks=pytest.mark.heavy),
+    ],
+)
 def test_layers_that_are_regions_gather_and_scatter_as_others_do(shards: int, compile: Any) -> None:
     one = programs.alone(small(), 4, steps=2)
     run = partial(programs.train, small(), 4, steps=2, shards=shards, compile=compile, regions="aot_eager")

@@ -58,10 +58,11 @@ FP32_CASES = [
 ]
 
 
-def test_interpreted_kernels_equal_the_definition() -> None:
+@pytest.mark.parametrize("part", ["16 bits", pytest.param("fp32", marks=pytest.mark.heavy)])
+def test_interpreted_kernels_equal_the_definition(part: str) -> None:
     pytest.importorskip("triton", reason="Triton is an extra")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "triton_cases.py")]
+    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "triton_cases.py"), part]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 

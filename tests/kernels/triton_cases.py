@@ -4,6 +4,7 @@ Run as a program, the interpreter's: `TRITON_INTERPRET=1 python tests/kernels/tr
 variable when it is imported, so that the tests give it a process of its own.
 """
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -154,7 +155,7 @@ MIDDLE = (
     Case(1, 70, 1, 2, 64, 16, gated=False),
     Case(1, 150, 1, 1, 48, 16, bounds=(0, 20, 20, 97, 140)),
     Case(1, 80, 1, 2, 24, 64, in_kernel=True, resets=(3,)),
-    Case(1, 64 * 17, 1, 1, 16, 64, gate=-0.5, state=False),
+    Case(1, 32 * 17, 1, 1, 16, 64, gate=-0.5, state=False),
 )
 WIDE = (
     Case(1, 40, 1, 2, 192, 96, resets=(9,)),
@@ -170,14 +171,16 @@ LOW = (
 )
 
 
-def main() -> None:
+def main(part: str) -> None:
     # Two multiprocessors, so that long cases are cut into segments.
     narrow.multiprocessors = general.multiprocessors = lambda device: 2  # type: ignore[assignment]
-    check(NARROW[:5] + MIDDLE + WIDE, torch.float32, within=2e-6)
+    if part == "fp32":
+        check(NARROW[:5] + MIDDLE + WIDE, torch.float32, within=2e-6)
+        check_drawn()
+        return
     # The interpreter has no bf16 products.
     check(LOW, torch.float16, within=2e-3)
-    check_drawn()
-    # fp32 shows more of an error than fp16: the kernels and tiles of 16-bit numbers as well.
+    # fp32 shows more of an error than fp16: the kernels and tiles of 16-bit numbers with it.
     check(NARROW, torch.float32, within=2e-6, kernels=narrow)
     general.FP32_PLANS.update(general.PLANS)
     check(MIDDLE, torch.float32, within=2e-6)
@@ -215,4 +218,4 @@ def check(cases: tuple[Case, ...], dtype: torch.dtype, *, within: float, kernels
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1])
