@@ -87,13 +87,8 @@ def assert_equals_definition(x: list[Tensor], found: tuple[Tensor, ...]) -> None
         assert_heads_close(got, want, head=head, within=1e-2, floor=floor, name=name)
 
 
-def assert_equals_another_program(name: str, got: Tensor, want: Tensor) -> None:
-    """Equal but for rounding: loads of another width or other segments are another program.
-
-    dg and dbeta are sums that cancel. Where one program truncates the operands of a chunk's inverse and the other
-    rounds them, in fp64 otherwise, dg of one chunk is up to 4.5e-3 apart in 60 draws, and either 1.1e-2 from the truth.
-    """
-    within = 1e-2 if name in ("g", "beta") else 5e-3
+def assert_equals_another_program(name: str, got: Tensor, want: Tensor, *, within: float = 5e-3) -> None:
+    """Equal but for rounding: loads of another width or other segments are another program."""
     assert_heads_close(got, want, head=1 if name in ("end", "start") else 2, within=within, floor=0.05, name=name)
 
 
@@ -126,7 +121,9 @@ def test_what_surrounds_the_inputs_is_not_read(widths: tuple[int, int], time: in
     start = clean[5].new_full((2, 2, widths[1] + 3, widths[0] + 5), torch.nan)[..., 1:-2, 2:-3].mT.copy_(clean[5])
     for name, got, want in zip(("o", "end", *NAMES), everything(*around, start), everything(*clean), strict=True):
         assert got.isfinite().all(), name
-        assert_equals_another_program(name, got, want)
+        # dg is a sum that cancels. One program truncates the operands of a chunk's inverse, the other rounds them: in fp64
+        # otherwise, dg of one chunk is then up to 4.5e-3 apart in 60 draws.
+        assert_equals_another_program(name, got, want, within=1e-2 if name == "g" else 3e-3)
 
 
 @pytest.mark.parametrize("width", [32, 128])
