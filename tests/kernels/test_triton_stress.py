@@ -121,8 +121,8 @@ def test_what_surrounds_the_inputs_is_not_read(widths: tuple[int, int], time: in
     start = clean[5].new_full((2, 2, widths[1] + 3, widths[0] + 5), torch.nan)[..., 1:-2, 2:-3].mT.copy_(clean[5])
     for name, got, want in zip(("o", "end", *NAMES), everything(*around, start), everything(*clean), strict=True):
         assert got.isfinite().all(), name
-        # dg is a sum that cancels. One program truncates the operands of a chunk's inverse, the other rounds them: in fp64
-        # otherwise, dg of one chunk is then up to 4.5e-3 apart in 60 draws.
+        # dg is a sum that cancels. One program truncates the operands of a chunk's inverse, the other rounds them: in
+        # fp64 otherwise, dg of one chunk is then up to 4.5e-3 apart in 60 draws.
         assert_equals_another_program(name, got, want, within=1e-2 if name == "g" else 3e-3)
 
 
