@@ -1,5 +1,8 @@
 """How the tests run: one thread, derandomised examples, and heavy or GPU tests only where they can or should run."""
 
+from collections.abc import Iterator
+
+import jaxtyping
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -46,3 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(heavy)
         if "gpu" in item.keywords and not torch.cuda.is_available():
             item.add_marker(gpu)
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Without the tests' type checks, which Dynamo cannot trace where it traces strictly or lengths are symbols."""
+    jaxtyping.config.update("jaxtyping_disable", True)
+    yield
+    jaxtyping.config.update("jaxtyping_disable", False)

@@ -29,11 +29,11 @@ def parts_of(rule: str, width: int) -> Setup:
     return parts._replace(optimizer=recording(parts.optimizer))
 
 
-def run(parts: Setup, backend: Backend, dtype: torch.dtype, compile: Any, *, steps: int = STEPS) -> Run:
+def run(parts: Setup, backend: Backend, dtype: torch.dtype, compile: Any) -> Run:
     state = tree.map(lambda x: x.cuda(), parts.state())
     step = parts.step(compile, backend=with_compute_dtype(backend, dtype))
     losses, gradients = [], []
-    for i in range(steps):
+    for i in range(STEPS):
         state, metrics = step(state, tree.map(lambda x: x.cuda(), micro_batches(parts.cfg, i)))
         losses.append(float(metrics.loss))
         gradients.append(tree.paths(state.optimizer["gradient"]))
@@ -49,15 +49,16 @@ def test_kernels_in_a_compiled_step_learn_what_plain_pytorch_learns(rule: str, w
     """A compiled step that lost the kernels' backward would leave a GDN layer's gradient wrong, silently."""
     torch._dynamo.reset()
     parts = parts_of(rule, width)
-    exact = run(parts, EAGER, torch.float32, "none").losses
-    plain = run(parts, EAGER, torch.bfloat16, "none").losses
-    kernels = run(parts, TRITON, torch.bfloat16, "none", steps=1)
+    exact = run(parts, EAGER, torch.float32, "none")
+    plain = run(parts, EAGER, torch.bfloat16, "none")
     compiled = run(parts, TRITON, torch.bfloat16, "inductor")
-    noise = max(abs(a - b) for a, b in zip(exact, plain, strict=True))
-    apart = max(abs(a - b) for a, b in zip(exact, compiled.losses, strict=True))
-    assert apart < 3 * noise + 2e-3, (exact, plain, compiled.losses)
-    assert exact[-1] != exact[0]
+    noise = max(abs(a - b) for a, b in zip(exact.losses, plain.losses, strict=True))
+    apart = max(abs(a - b) for a, b in zip(exact.losses, compiled.losses, strict=True))
+    assert apart < 3 * noise + 2e-3, (exact.losses, plain.losses, compiled.losses)
+    assert exact.losses[-1] != exact.losses[0]
     assert all(x.isfinite().all() for x in compiled.params.values())
-    for name, want in kernels.gradient.items():
-        assert (compiled.gradient[name] - want).norm() <= 0.05 * want.norm() + 1e-6, name
-        assert want.norm() > 0, name
+    for name, want in exact.gradient.items():
+        # What rounding to bf16 does to it, in plain PyTorch too, is no fault of a kernel.
+        noise = (plain.gradient[name] - want).norm()
+        assert (compiled.gradient[name] - want).norm() <= 2 * noise + 0.03 * want.norm() + 1e-6, name
+        assert want.norm() > 2 * noise, name

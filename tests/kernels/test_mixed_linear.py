@@ -105,14 +105,13 @@ def test_what_it_does_not_serve_is_an_error(x: Any, w: Any, backend: Any, messag
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("e", [16, 28])
-def test_on_a_gpu_it_is_as_exact_as_fp32(e: int) -> None:
+def test_on_a_gpu_it_is_a_sum_in_fp32(e: int) -> None:
     x, w, dy = (
         drawn(0, 2048, 896, dtype=torch.bfloat16, device="cuda"),
         drawn(1, 896, e, device="cuda"),
         drawn(2, 2048, e, device="cuda"),
     )
-    got = errors(gradients(mixed_linear, x, w, dy), x, w, dy)
-    plain = errors(gradients(lambda x, w: mixed_linear(x, w, backend="eager"), x, w, dy), x, w, dy)
-    assert got[0] <= 2 * plain[0]
-    assert got[1] <= 1.1
-    assert got[2] <= 2 * plain[2]
+    y_error, dx_error, dw_error = errors(gradients(mixed_linear, x, w, dy), x, w, dy)
+    assert y_error <= 2 + 3 * 896**0.5
+    assert dx_error <= 1.1
+    assert dw_error <= 2 + 3 * 2048**0.5

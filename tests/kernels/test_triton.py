@@ -137,6 +137,7 @@ def test_states_that_are_kept_are_those_that_would_be_computed_again(width: int)
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("unchecked")
 def test_kernels_compile_and_vmap() -> None:
     q, k, v = (torch.randn(3, 2, 200, 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     g, beta = -torch.rand(3, 2, 200, 2, device="cuda"), torch.rand(3, 2, 200, 2, device="cuda")

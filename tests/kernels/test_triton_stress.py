@@ -2,10 +2,9 @@
 
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
-import jaxtyping
 import pytest
 import torch
 from torch import Tensor
@@ -202,8 +201,26 @@ MODES: dict[str, Callable[..., Any]] = {
 
 
 def _traced(backend: Any) -> Callable[..., tuple[Tensor, ...]]:
-    inner = torch._dynamo.nonstrict_trace(gradient)
-    return torch.compile(lambda *x: inner(*x), fullgraph=True, dynamic=True, backend=backend)
+    raised: list[Exception] = []
+
+    def remembering(*x: Tensor) -> tuple[Tensor, ...]:
+        try:
+            return gradient(*x)
+        except Exception as error:
+            raised.append(error)
+            raise
+
+    inner = torch._dynamo.nonstrict_trace(remembering)
+    compiled = torch.compile(lambda *x: inner(*x), fullgraph=True, dynamic=True, backend=backend)
+
+    def run(*x: Tensor) -> tuple[Tensor, ...]:
+        try:
+            return compiled(*x)
+        except Exception as error:
+            # Dynamo reports every error of the traced function as an unsupported output type.
+            raise (raised or [error])[-1] from None
+
+    return run
 
 
 def _compiled_forward(backend: Any) -> Callable[..., tuple[Tensor, ...]]:
@@ -214,14 +231,6 @@ def _compiled_forward(backend: Any) -> Callable[..., tuple[Tensor, ...]]:
         return torch.autograd.grad(compiled(*leaves), leaves)
 
     return run
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Without the tests' type checks, which Dynamo cannot trace where lengths are symbols."""
-    jaxtyping.config.update("jaxtyping_disable", True)
-    yield
-    jaxtyping.config.update("jaxtyping_disable", False)
 
 
 @pytest.mark.usefixtures("unchecked")
