@@ -105,6 +105,9 @@ def ablate(arguments: list[str]) -> None:
     parser.add_argument("--list", action="store_true", help="print the arms and stop")
     with user_errors():
         asked = parser.parse_intermixed_args(arguments)
+        # Keys that stand behind the arms are keys all the same.
+        asked.values += [word for word in asked.arms if "=" in word]
+        asked.arms = [word for word in asked.arms if "=" not in word]
         if asked.list:
             print("\n".join(f"{name:22s} {arm.family}" for name, arm in ARMS.items()))
             return

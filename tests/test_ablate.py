@@ -58,6 +58,12 @@ def test_no_jobs_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "ablate: --jobs: expected at least 1, got 0\n"
 
 
+def test_keys_behind_the_arms_are_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert ablate.main(["--arms", "base", "delta", "model.breadth=1"]) == 2
+    assert "model.breadth" in (said := capsys.readouterr().err)
+    assert "--arms" not in said
+
+
 def test_an_ablation_needs_a_folder() -> None:
     with pytest.raises(ValueError, match=r"run\.output_dir: expected the folder of the ablation, got null"):
         plan(load_config(CONFIGS[0], []), ["base"], seeds=1)

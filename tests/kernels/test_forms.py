@@ -4,6 +4,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from hymo_kernels.host import narrow_gated_delta_rule as narrow
 from hymo_kernels.host import triton_gated_delta_rule as scan
@@ -54,3 +56,16 @@ def test_another_length_or_batch_needs_no_other_kernels(
     for heads in (2, 14):
         sizes = heads, width, dtype
         assert forms(kernels, batch, time, *sizes) == forms(kernels, 4, usual, *sizes)
+
+
+@pytest.mark.parametrize("width", [16, 64])
+def test_kernels_are_looked_up_where_widths_are_symbols(width: int) -> None:
+    """A symbol's comparison is not the key that a plain bool is."""
+    dims = [DimDynamic.DYNAMIC] * 4
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    q = mode.from_tensor(
+        torch.empty(2, 65, 2, width, dtype=torch.bfloat16),
+        symbolic_context=StatelessSymbolicContext(dynamic_sizes=dims),
+    )
+    assert isinstance(q.shape[-1], torch.SymInt)
+    assert narrow.serves(q, q) is (width == 16)

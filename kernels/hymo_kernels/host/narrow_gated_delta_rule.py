@@ -71,7 +71,8 @@ class Kept(NamedTuple):
 
 def serves(q: Tensor, v: Tensor) -> bool:
     """Whether the heads are narrow, of 16-bit numbers."""
-    return q.element_size() == 2 and max(q.shape[-1], v.shape[-1]) <= WIDEST
+    # A plain bool: kernels are looked up by it, also where a tracer's widths are symbols.
+    return bool(q.element_size() == 2 and max(q.shape[-1], v.shape[-1]) <= WIDEST)
 
 
 def segments_of(shape: Shape, device: int | None) -> tuple[int, int]:
