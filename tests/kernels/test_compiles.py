@@ -65,7 +65,7 @@ def test_the_kernels_for_narrow_heads_compile(key: int, value: int, packed: bool
         narrow.backward(q, q, v, start, bounds, *made, o, end if packed else None, True, *static)
 
     launches = launches_of(call, narrow)
-    both = ["prepare", "carry", "forward", "chain", "carry", "backward", "chain", "carry"]
+    both = ["prepare", "carry", "forward", "chain", "carry", "forward", "backward", "chain", "carry"]
     assert [launch.kernel.__name__ for launch in launches] == [f"narrow_{name}_kernel" for name in both]
     assert_compiles(launches, capability)
 

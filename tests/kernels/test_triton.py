@@ -44,6 +44,7 @@ OPTIONS = [
     Case(1, 129, 1, 1, 32, 32, gate=-16.0),
     Case(1, 1, 2, 2, 128, 128),
     Case(2, 500, 2, 2, 128, 128, resets=(166, 253), keep=True),
+    Case(2, 500, 2, 2, 32, 32, resets=(166, 253), keep=True),
     Case(1, 700, 2, 6, 64, 64, bounds=(0, 64, 64, 193, 650), keep=True),
     Case(1, 300, 1, 1, 192, 192, keep=True),
 ]

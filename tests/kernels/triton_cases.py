@@ -140,7 +140,7 @@ def worst_heads(case: Case, device: str, dtype: torch.dtype, kernels: Any = None
 # Less than a segment and several, of one width and of two, cut short or not.
 NARROW = (
     Case(1, 70, 1, 1, 16, 16),
-    Case(1, 70, 1, 2, 16, 32, resets=(20, 25)),
+    Case(1, 70, 1, 2, 16, 32, resets=(20, 25), keep=True),
     Case(2, 130, 1, 1, 32, 16, norm=False),
     Case(1, 150, 1, 1, 16, 16, bounds=(0, 20, 20, 97, 140)),
     Case(1, 80, 1, 2, 24, 16, in_kernel=True, resets=(3,)),

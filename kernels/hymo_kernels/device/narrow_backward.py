@@ -10,8 +10,8 @@ import triton.language as tl
 
 from hymo_kernels.device.forward import store_tile, wide
 from hymo_kernels.device.narrow_prepare import (
+    NUMBERS,
     gates_kept,
-    numbers_of,
     piece,
     retained_later,
     right_operand,
@@ -21,17 +21,13 @@ from hymo_kernels.device.narrow_prepare import (
 )
 
 
-@triton.jit(do_not_specialize=["T", "places", "sequences", "length", "segments"])
+@triton.jit(do_not_specialize=["T", "slots", "places", "sequences", "length", "segments"])
 def narrow_chain_kernel(
     q,
     k,
     do,  # [B, T, HV, V]
     inverse,
-    total,
-    segment,
-    strength,
-    k_unit,
-    q_unit,
+    numbers,
     d_end,  # [N, HV, K, V], gradient of the end state
     added,  # [B, HV, places, V, K] fp32
     cu_seqlens,
@@ -50,6 +46,7 @@ def narrow_chain_kernel(
     stride_sk,
     stride_sv,
     T,
+    slots,
     places,
     sequences,
     length,
@@ -68,18 +65,19 @@ def narrow_chain_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    hv, n, batch, first, tokens, _, part, place, begin, end, more = piece(
-        cu_seqlens, T, places, sequences, length, segments, HV, C, PACKED
+    _, hv, n, batch, first, tokens, slot, part, place, begin, end, more = piece(
+        cu_seqlens, T, places, sequences, length, segments, HV, 1, C, PACKED
     )
     if (part == 0) & ALL | (part > 0) & (begin < end):
         head = hv // (HV // H)
-        row = (batch * HV + hv) * T + first
         features = tl.arange(0, BLOCK_K)
         columns = tl.arange(0, BLOCK_V)
         i = tl.arange(0, C)
         q += batch * stride_qb + first * stride_qt + head * stride_qh
         k += batch * stride_kb + first * stride_kt + head * stride_kh
         do += batch * stride_ob + first * stride_ot + hv * stride_oh
+        inverse += ((batch * HV + hv) * slots + slot) * C * C
+        numbers += ((batch * HV + hv) * slots + slot) * NUMBERS * C
         dS = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
         if HAS_END:
             if more == 0:
@@ -90,13 +88,13 @@ def narrow_chain_kernel(
             kt = rows_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
             qt = rows_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
             dot = rows_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
-            A = rows_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
-            G, seg, beta, gamma, w, gamma_all = gates_kept(total + row, segment + row, strength + row, chunk, tokens, C)
+            A = tl.load(inverse + wide(chunk) * C * C + i[:, None] * C + i[None, :])
+            G, seg, beta, gamma, w, gamma_all = gates_kept(numbers, chunk, tokens, C)
             ku = tl.full([C], 1.0, tl.float32)
             qu = tl.full([C], 1.0, tl.float32)
             if NORM:
-                ku = numbers_of(k_unit + row, chunk, tokens, C)
-                qu = numbers_of(q_unit + row, chunk, tokens, C)
+                ku = tl.load(numbers + wide(chunk) * NUMBERS * C + 3 * C + i)
+                qu = tl.load(numbers + wide(chunk) * NUMBERS * C + 4 * C + i)
             reading = tl.where(i < tokens - chunk * C, scale * qu, 0.0)
             P = tl.dot(kt, tl.trans(qt), input_precision=PRECISION) * retained_later(G, seg, C)
             P = P * reading[None, :]
@@ -117,11 +115,7 @@ def narrow_backward_kernel(
     v,
     do,
     inverse,
-    total,
-    segment,
-    strength,
-    k_unit,
-    q_unit,
+    numbers,
     states,
     d_end,  # [N, HV, K, V], gradient of the end state
     carried,  # [B, HV, places, V, K] fp32, gradient of the state after each segment but the last
@@ -169,11 +163,10 @@ def narrow_backward_kernel(
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    hv, n, batch, first, tokens, slot, part, place, begin, end, more = piece(
-        cu_seqlens, T, places, sequences, length, segments, HV, C, PACKED
+    _, hv, n, batch, first, tokens, slot, part, place, begin, end, more = piece(
+        cu_seqlens, T, places, sequences, length, segments, HV, 1, C, PACKED
     )
     head = hv // (HV // H)
-    row = (batch * HV + hv) * T + first
     out = (batch * T + first) * HV + hv
     features = tl.arange(0, BLOCK_K)
     columns = tl.arange(0, BLOCK_V)
@@ -182,6 +175,8 @@ def narrow_backward_kernel(
     k += batch * stride_kb + first * stride_kt + head * stride_kh
     v += batch * stride_vb + first * stride_vt + hv * stride_vh
     do += batch * stride_ob + first * stride_ot + hv * stride_oh
+    inverse += ((batch * HV + hv) * slots + slot) * C * C
+    numbers += ((batch * HV + hv) * slots + slot) * NUMBERS * C
     states += ((batch * HV + hv) * slots + slot) * K * V
     dS = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     if HAS_END:
@@ -196,14 +191,16 @@ def narrow_backward_kernel(
         qt = rows_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
         vt = rows_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V)
         dot = rows_of(do, stride_ot, chunk, tokens, columns, C, V, BLOCK_V)
-        A = rows_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
+        A = tl.load(inverse + wide(chunk) * C * C + i[:, None] * C + i[None, :])
+        # A load of its own: of one load's tile and its transpose as left operands none would be fetched ahead.
+        A_t = tl.load(inverse + wide(chunk) * C * C + i[None, :] * C + i[:, None])
         S = state_of(states + wide(chunk) * V * K, K, 1, columns, features, V, K)
-        G, seg, beta, gamma, w, gamma_all = gates_kept(total + row, segment + row, strength + row, chunk, tokens, C)
+        G, seg, beta, gamma, w, gamma_all = gates_kept(numbers, chunk, tokens, C)
         ku = tl.full([C], 1.0, tl.float32)
         qu = tl.full([C], 1.0, tl.float32)
         if NORM:
-            ku = numbers_of(k_unit + row, chunk, tokens, C)
-            qu = numbers_of(q_unit + row, chunk, tokens, C)
+            ku = tl.load(numbers + wide(chunk) * NUMBERS * C + 3 * C + i)
+            qu = tl.load(numbers + wide(chunk) * NUMBERS * C + 4 * C + i)
         reading = tl.where(i < tokens - chunk * C, scale * qu, 0.0)
         left = tokens - chunk * C
         inside = i < left
@@ -223,7 +220,7 @@ def narrow_backward_kernel(
         through = w[:, None] * tl.dot(kt, dS_low, input_precision=PRECISION)
         to_end = tl.sum(write * through, 1)
         d_write = tl.dot(tl.trans(P.to(kt.dtype)), dot, through, input_precision=PRECISION)
-        dR = tl.dot(tl.trans(A), right_operand(d_write, kt.dtype), input_precision=PRECISION)
+        dR = tl.dot(A_t, right_operand(d_write, kt.dtype), input_precision=PRECISION)
         erase_sum = (gamma * ku) * tl.sum(dR * kS, 1)
         d_strength = tl.sum(dR * vt.to(tl.float32), 1) - erase_sum
         erase_sum *= beta
@@ -280,8 +277,7 @@ def narrow_backward_kernel(
         dG += tl.where(i == tl.minimum(left, C) - 1, kept + tl.sum(to_end, 0), 0.0)
         # dg: the sum of dG over the later tokens of the same segment; a reset's own gate does not matter.
         d_gate = tl.sum(tl.where(seen, dG[:, None], 0.0), 0)
-        at = row + wide(chunk * C) + i
-        before = tl.load(segment + at - 1, mask=inside & (i > 0), other=0)
+        before = tl.load(numbers + wide(chunk) * NUMBERS * C + C + i - 1, mask=i > 0, other=0.0)
         d_gate = tl.where(seg == before, d_gate, 0.0)
         at = out + (wide(chunk * C) + i) * HV
         tl.store(dg + at, d_gate, mask=inside)

@@ -1,19 +1,19 @@
 """Gated delta rule for narrow heads, forward: the state carried through the chunks of a segment, read out on the way.
 
-The equations are those of `forward.py`, in transposes; a segment's start is the true one. Where the length of a key
-divides what is written, it is part of the inverse.
+The equations are those of `forward.py`; states and what is written are transposes, read-outs are not: so each product
+has as its right operand what is loaded, or the transpose of what was computed. A segment's start is the true one. Where
+the length of a key divides what is written, it is part of the inverse.
 """
 
 import triton
 import triton.language as tl
 
-from hymo_kernels.device.forward import store_tile, wide
+from hymo_kernels.device.forward import store_tile, tile_of, wide
 from hymo_kernels.device.narrow_prepare import (
+    NUMBERS,
     gates_kept,
-    numbers_of,
     piece,
     retained,
-    rows_of,
     state_of,
     store_state,
     unit_of,
@@ -25,15 +25,11 @@ def narrow_forward_kernel(
     q,  # [B, T, H, K]
     k,  # [B, T, H, K]
     v,  # [B, T, HV, V]
-    inverse,  # [B, HV, T, C]
-    total,  # [B, HV, T]
-    segment,  # [B, HV, T]
-    strength,  # [B, HV, T]
-    k_unit,  # [B, HV, T]
+    inverse,  # [B, HV, slots, C, C]
+    numbers,  # [B, HV, slots, NUMBERS, C]
     start_state,  # [N, HV, K, V]
     carried,  # [B, HV, places, V, K] fp32, the state before each segment but the first
     o,  # [B, T, HV, V]
-    q_unit,  # [B, HV, T] fp32: 1 / |q|
     states,  # [B, HV, slots, V, K], the state before each chunk
     end_state,  # [N, HV, K, V] fp32
     cu_seqlens,
@@ -67,22 +63,27 @@ def narrow_forward_kernel(
     PACKED: tl.constexpr,
     NORM: tl.constexpr,
     HAS_START: tl.constexpr,
+    READ_OUT: tl.constexpr,
+    KEEP_STATES: tl.constexpr,
     KEEP_END: tl.constexpr,
     PRECISION: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    hv, n, batch, first, tokens, slot, part, place, begin, end, more = piece(
-        cu_seqlens, T, places, sequences, length, segments, HV, C, PACKED
+    tile, hv, n, batch, first, tokens, slot, part, place, begin, end, more = piece(
+        cu_seqlens, T, places, sequences, length, segments, HV, (V + BLOCK_V - 1) // BLOCK_V, C, PACKED
     )
     head = hv // (HV // H)
-    row = (batch * HV + hv) * T + first
     features = tl.arange(0, BLOCK_K)
-    columns = tl.arange(0, BLOCK_V)
+    columns = tile * BLOCK_V + tl.arange(0, BLOCK_V)
     i = tl.arange(0, C)
+    same = i[:, None] == i[None, :]
+    identity = tl.where(columns[:, None] == columns[None, :], 1.0, 0.0).to(v.dtype.element_ty)
     q += batch * stride_qb + first * stride_qt + head * stride_qh
     k += batch * stride_kb + first * stride_kt + head * stride_kh
     v += batch * stride_vb + first * stride_vt + hv * stride_vh
     o += ((batch * T + first) * HV + hv) * V
+    inverse += ((batch * HV + hv) * slots + slot) * C * C
+    numbers += ((batch * HV + hv) * slots + slot) * NUMBERS * C
     states += ((batch * HV + hv) * slots + slot) * K * V
     S = tl.zeros([BLOCK_V, BLOCK_K], tl.float32)
     if HAS_START:
@@ -92,28 +93,32 @@ def narrow_forward_kernel(
     if (part > 0) & (begin < end):
         S = state_of(carried + place * V * K, K, 1, columns, features, V, K)
     for chunk in tl.range(begin, end, num_stages=STAGES, disable_licm=True):
-        kt = rows_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
-        vt = tl.trans(rows_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V))
-        qt = rows_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
-        A = rows_of(inverse + row * C, C, chunk, tokens, i, C, C, C)
-        G, seg, beta, gamma, w, gamma_all = gates_kept(total + row, segment + row, strength + row, chunk, tokens, C)
-        ku = tl.full([C], 1.0, tl.float32)
-        qu = tl.full([C], scale, tl.float32)
+        kt = tile_of(k, stride_kt, chunk, tokens, features, C, K, BLOCK_K)
+        vt = tile_of(v, stride_vt, chunk, tokens, columns, C, V, BLOCK_V)
+        A = tl.load(inverse + wide(chunk) * C * C + i[:, None] * C + i[None, :])
+        G, seg, beta, gamma, w, gamma_all = gates_kept(numbers, chunk, tokens, C)
+        erasing = -beta * gamma
         if NORM:
-            ku = numbers_of(k_unit + row, chunk, tokens, C)
-            qu = unit_of(qt)
-            tl.store(q_unit + row + wide(chunk * C) + i, qu, mask=i < tokens - chunk * C)
-            qu = scale * qu
+            erasing *= tl.load(numbers + wide(chunk) * NUMBERS * C + 3 * C + i)
         S_low = S.to(kt.dtype)
-        store_state(states + wide(chunk) * V * K, K, 1, columns, features, S_low, V, K)
-        R = beta[None, :] * vt.to(tl.float32)
-        R -= (beta * gamma * ku)[None, :] * tl.dot(S_low, tl.trans(kt), input_precision=PRECISION)
+        if KEEP_STATES:
+            store_state(states + wide(chunk) * V * K, K, 1, columns, features, S_low, V, K)
+        R = beta[None, :] * tl.dot(identity, tl.trans(vt), input_precision=PRECISION)
+        R += erasing[None, :] * tl.dot(S_low, tl.trans(kt), input_precision=PRECISION)
         write = tl.dot(R.to(kt.dtype), tl.trans(A), input_precision=PRECISION)
+        if READ_OUT:
+            qt = tile_of(q, stride_qt, chunk, tokens, features, C, K, BLOCK_K)
+            qu = tl.full([C], scale, tl.float32)
+            if NORM:
+                squares = tl.dot(qt, tl.trans(qt), input_precision=PRECISION)
+                qu = unit_of(tl.where(same, squares, 0.0))
+                tl.store(numbers + wide(chunk) * NUMBERS * C + 4 * C + i, qu)
+                qu = scale * qu
+            P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * retained(G, seg, C) * qu[:, None]
+            read = (gamma * qu)[:, None] * tl.dot(qt, tl.trans(S).to(kt.dtype), input_precision=PRECISION)
+            read = tl.dot(P.to(kt.dtype), tl.trans(write).to(kt.dtype), read, input_precision=PRECISION)
+            store_tile(o, HV * V, chunk, tokens, columns, read, C, V, BLOCK_V)
         S = tl.dot((w[None, :] * write).to(kt.dtype), kt, gamma_all * S, input_precision=PRECISION)
-        P = tl.dot(qt, tl.trans(kt), input_precision=PRECISION) * retained(G, seg, C) * qu[:, None]
-        read = (gamma * qu)[None, :] * tl.dot(S_low, tl.trans(qt), input_precision=PRECISION)
-        read = tl.dot(write.to(kt.dtype), tl.trans(P).to(kt.dtype), read, input_precision=PRECISION)
-        store_tile(o, HV * V, chunk, tokens, columns, tl.trans(read.to(kt.dtype)), C, V, BLOCK_V)
     if KEEP_END:
         if ((begin < end) | (part == 0)) & (more == 0):
             store_state(end_state + (n * HV + hv) * K * V, 1, V, columns, features, S, V, K)

@@ -83,8 +83,8 @@ def gated_delta_rule(
             tensor cores, or "ieee", in fp32 without them. 16-bit numbers, whose products are exact anyway, ignore it,
             and so does what runs token by token or without kernels.
         keep_states: whether the chunked kernels leave their backward the state before every 64 tokens (32 of fp32
-            numbers), k x v numbers of q's dtype a head, rather than let it compute them again: the same gradients in
-            about an eighth less time. Kernels for heads up to 32 wide, and plain PyTorch, ignore it.
+            numbers, 16 of heads up to 32 wide), k x v numbers of q's dtype a head, rather than let it compute them
+            again: the same gradients in about an eighth less time. Plain PyTorch ignores it.
         backend: "triton", kernels for an NVIDIA GPU, of 16-bit and fp32 numbers and widths up to 256, even ones in
             chunks; or "eager", plain PyTorch for anything. None is "triton" where that is available, else "eager".
         form: "chunk" for training, "recurrent" for a few tokens, "definition" for proofs (slow, any order of

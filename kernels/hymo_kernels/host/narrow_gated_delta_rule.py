@@ -5,10 +5,16 @@ programs of one warp, and sequences are cut into as many segments as fill the ca
 
     prepare    every chunk's inverse; what every segment makes of a state
     carry      the state before every segment
-    forward    read-outs, and the state before every chunk
+    forward    read-outs; the state before every chunk, if it is kept
     chain      what every segment adds to the gradient of the state before it
     carry      the gradient after every segment
+    forward    the state before every chunk, if it was not kept
     backward   all gradients
+
+Two things decide how fast a program of one warp is here. Its registers: at 128 of a thread four programs share a
+scheduler. And whether loads are fetched ahead: Triton 3.6 does so for a tile that is a right operand, transposed or
+not, but not for one whose transpose is a left operand; and the transpose of a result is a right operand as it lies in
+registers if it is rounded after being transposed, through shared memory if before.
 """
 
 from typing import Any, NamedTuple
@@ -41,16 +47,19 @@ MOST = 64
 
 
 class Tiles(NamedTuple):
-    """Warps of a program, software pipeline stages, and registers of a thread at most (None: as many as there are)."""
+    """Warps of a program, software pipeline stages, registers of a thread at most (None: as many as there are), and
+    value features of a program, where they are cut."""
 
     warps: int
     stages: int
     registers: int | None = None
+    values: int = 32
 
 
-PREPARE, CARRY, FORWARD = Tiles(1, 1, 128), Tiles(1, 3), Tiles(1, 2)
+PREPARE, CARRY = Tiles(1, 2, 128), Tiles(1, 3, None, 16)
+FORWARD, STATES = Tiles(1, 2, 128), Tiles(1, 2, 128)
 CHAIN, BACKWARD = Tiles(1, 2, 128), Tiles(1, 2)
-"""But for CARRY, the fastest of eight tilings on an H200 (Triton 3.6), 4 x 4096 x 40 heads of 32 features."""
+"""By registers and spills as compiled for an H200 (Triton 3.6); BACKWARD and CARRY were timed there."""
 
 RESIDENT = 16
 """Programs that a multiprocessor shall have at least."""
@@ -59,13 +68,10 @@ RESIDENT = 16
 class Kept(NamedTuple):
     """What the forward leaves to the backward."""
 
-    inverse: Tensor  # [B, HV, T, CHUNK]: of every chunk's triangular system, under the gates, rows times 1 / |k|
-    total: Tensor  # [B, HV, T] fp32: log2 of the retention from the chunk's start
-    segment: Tensor  # [B, HV, T] int32: resets in the chunk so far
-    strength: Tensor  # [B, HV, T] fp32: beta as it is used
-    k_unit: Tensor  # [B, HV, T] fp32: 1 / |k|, where keys are normalised
-    q_unit: Tensor  # [B, HV, T] fp32: 1 / |q|, likewise
-    states: Tensor  # [B, HV, slots, V, K]: before every chunk
+    inverse: Tensor  # [B, HV, slots, CHUNK, CHUNK]: of every chunk's system, under the gates, rows times 1 / |k|
+    numbers: Tensor  # [B, HV, slots, 7, CHUNK] fp32: what `narrow_prepare.NUMBERS` says of every chunk's tokens
+    carried: Tensor  # [B, HV, places, V, K] fp32: the state before every segment but the first
+    states: Tensor  # [B, HV, slots, V, K]: before every chunk, where states are kept
     product: Tensor  # [B, HV, places, K, K] fp32: what every segment multiplies a state by
 
 
@@ -101,7 +107,6 @@ def forward(
     *static: Any,
 ) -> tuple[Tensor, ...]:
     """Read-outs, final states (an empty tensor unless kept), and what the backward needs."""
-    from hymo_kernels.device.narrow_forward import narrow_forward_kernel
     from hymo_kernels.device.narrow_prepare import narrow_prepare_kernel
 
     options = Options(*static)
@@ -115,15 +120,12 @@ def forward(
         if options.keep_end:
             end.copy_(start) if start is not None else end.zero_()
         return o, end, *kept
-    bounds = kept.segment if cu_seqlens is None else cu_seqlens
-    first = kept.total if start is None else start
-    first_stride = (0, 0, 0, 0) if start is None else start.stride()
+    bounds = kept.numbers if cu_seqlens is None else cu_seqlens
+    first = kept.numbers if start is None else start
     gates = beta if g is None else g
     length, segments = segments_of(shape, q.device.index)
-    sizes = (shape.t, _places(shape), shape.sequences, length, segments)
-    grid = (shape.b * shape.sequences * shape.hv * segments,)
     added = _per_segment(shape, kept, segments)
-    narrow_prepare_kernel[grid](
+    narrow_prepare_kernel[(shape.b * shape.sequences * shape.hv * segments,)](
         k,
         v,
         gates,
@@ -133,19 +135,21 @@ def forward(
         first,
         bounds,
         kept.inverse,
-        kept.total,
-        kept.segment,
-        kept.strength,
-        kept.k_unit,
+        kept.numbers,
         kept.product,
         added,
         *k.stride()[:3],
         *v.stride()[:3],
         *gates.stride(),
         *beta.stride(),
-        *first_stride,
-        *sizes,
-        **_heads(shape, options),
+        *((0, 0, 0, 0) if start is None else start.stride()),
+        shape.t,
+        shape.slots,
+        _places(shape),
+        shape.sequences,
+        length,
+        segments,
+        **_heads(shape, options, PREPARE),
         GATE=options.gate,
         HAS_BIAS=dt_bias is not None,
         SIGMOID=options.sigmoid,
@@ -155,51 +159,76 @@ def forward(
         HALF=options.norm and q.dtype != torch.float32,
         **_tiles(PREPARE),
     )
-    carried = _carry(kept, added, bounds, None, shape=shape, length=length, segments=segments, back=False)
-    narrow_forward_kernel[grid](
+    _carry(kept, added, kept.carried, bounds, None, shape=shape, length=length, segments=segments, back=False)
+    states = kept.states if options.keep_states else None
+    _scan(q, k, v, kept, start, bounds, o=o, end=end, states=states, shape=shape, options=options)
+    return o, end, *kept
+
+
+def _scan(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kept: Kept,
+    start: Tensor | None,
+    bounds: Tensor,
+    *,
+    o: Tensor | None,
+    end: Tensor | None,
+    states: Tensor | None,
+    shape: Shape,
+    options: Options,
+) -> None:
+    """Carries the state through all chunks, writing what is given of o, end and states."""
+    from hymo_kernels.device.narrow_forward import narrow_forward_kernel
+
+    length, segments = segments_of(shape, q.device.index)
+    tiles = FORWARD if o is not None else STATES
+    values = -(-shape.v // tiles.values)
+    narrow_forward_kernel[(shape.b * shape.sequences * shape.hv * segments * values,)](
         q,
         k,
         v,
         kept.inverse,
-        kept.total,
-        kept.segment,
-        kept.strength,
-        kept.k_unit,
-        first,
-        carried,
-        o,
-        kept.q_unit,
-        kept.states,
-        end if options.keep_end else kept.total,
+        kept.numbers,
+        kept.numbers if start is None else start,
+        kept.carried,
+        v if o is None else o,
+        kept.inverse if states is None else states,
+        kept.numbers if end is None else end,
         bounds,
         options.scale,
         *q.stride()[:3],
         *k.stride()[:3],
         *v.stride()[:3],
-        *first_stride,
+        *((0, 0, 0, 0) if start is None else start.stride()),
         shape.t,
         shape.slots,
-        *sizes[1:],
-        **_heads(shape, options),
+        _places(shape),
+        shape.sequences,
+        length,
+        segments,
+        **_heads(shape, options, tiles),
         HAS_START=start is not None,
-        KEEP_END=options.keep_end,
-        **_tiles(FORWARD),
+        READ_OUT=o is not None,
+        KEEP_STATES=states is not None,
+        KEEP_END=end is not None and options.keep_end,
+        **_tiles(tiles),
     )
-    return o, end, *kept
 
 
 def _per_segment(shape: Shape, kept: Kept, segments: int) -> Tensor:
     """Room for a state a segment; none is needed if there is but one."""
     places = _places(shape) if segments > 1 else 0
-    return kept.total.new_empty(shape.b, shape.hv, places, shape.v, shape.k)
+    return kept.numbers.new_empty(shape.b, shape.hv, places, shape.v, shape.k)
 
 
-def _heads(shape: Shape, options: Options) -> dict[str, Any]:
-    return {"H": shape.h, "NORM": options.norm, "PRECISION": "tf32", **_states(shape)}
+def _heads(shape: Shape, options: Options, tiles: Tiles) -> dict[str, Any]:
+    return {"H": shape.h, "NORM": options.norm, "PRECISION": "tf32", **_states(shape, tiles)}
 
 
-def _states(shape: Shape) -> dict[str, Any]:
-    blocks = {"BLOCK_K": 16 if shape.k <= 16 else 32, "BLOCK_V": 16 if shape.v <= 16 else 32}
+def _states(shape: Shape, tiles: Tiles) -> dict[str, Any]:
+    blocks = {"BLOCK_K": 16 if shape.k <= 16 else 32, "BLOCK_V": min(tiles.values, 16 if shape.v <= 16 else 32)}
     return {"HV": shape.hv, "K": shape.k, "V": shape.v, "C": CHUNK, "PACKED": shape.packed, **blocks}
 
 
@@ -211,6 +240,7 @@ def _tiles(tiles: Tiles) -> dict[str, int]:
 def _carry(
     kept: Kept,
     added: Tensor,
+    carried: Tensor,
     bounds: Tensor,
     final: Tensor | None,
     *,
@@ -218,14 +248,12 @@ def _carry(
     length: int,
     segments: int,
     back: bool,
-) -> Tensor:
-    """What comes to every segment but the first from those before it; fills `final` with what leaves the last."""
+) -> None:
+    """Fills `carried`, what comes to every segment but the first, and, if given, `final`, what leaves the last."""
     from hymo_kernels.device.narrow_carry import narrow_carry_kernel
 
-    carried = torch.empty_like(added)
     if segments > 1 or final is not None:
-        sizes = _states(shape) | {"BLOCK_V": 16}
-        narrow_carry_kernel[(shape.b * shape.sequences * shape.hv * -(-shape.v // 16),)](
+        narrow_carry_kernel[(shape.b * shape.sequences * shape.hv * -(-shape.v // CARRY.values),)](
             kept.product,
             added,
             carried,
@@ -235,12 +263,11 @@ def _carry(
             _places(shape),
             shape.sequences,
             length,
-            **sizes,
+            **_states(shape, CARRY),
             BACK=back,
             KEEP_FINAL=final is not None,
             **_tiles(CARRY),
         )
-    return carried
 
 
 def forward_outputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, options: Options) -> tuple[Tensor, ...]:
@@ -254,13 +281,10 @@ def forward_outputs(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor | None, 
     return (
         new(b, t, hv, shape.v, dtype=v.dtype),
         new(b * shape.sequences, hv, shape.k, shape.v) if options.keep_end else new(b, 0),
-        new(b, hv, t, CHUNK, dtype=q.dtype),
-        new(b, hv, t),
-        new(b, hv, t, dtype=torch.int32),
-        new(b, hv, t),
-        new(b, hv, t if options.norm else 0),
-        new(b, hv, t if options.norm else 0),
-        new(b, hv, shape.slots, shape.v, shape.k, dtype=q.dtype),
+        new(b, hv, shape.slots, CHUNK, CHUNK, dtype=q.dtype),
+        new(b, hv, shape.slots, 7, CHUNK),
+        new(b, hv, _places(shape), shape.v, shape.k),
+        new(b, hv, shape.slots if options.keep_states else 0, shape.v, shape.k, dtype=q.dtype),
         new(b, hv, _places(shape), shape.k, shape.k),
     )
 
@@ -272,11 +296,8 @@ def backward(
     start: Tensor | None,
     cu_seqlens: Tensor | None,
     inverse: Tensor,
-    total: Tensor,
-    segment: Tensor,
-    strength: Tensor,
-    k_unit: Tensor,
-    q_unit: Tensor,
+    numbers: Tensor,
+    carried: Tensor,
     states: Tensor,
     product: Tensor,
     do: Tensor,
@@ -288,7 +309,7 @@ def backward(
     from hymo_kernels.device.narrow_backward import narrow_backward_kernel, narrow_chain_kernel
 
     options = Options(*static)
-    kept = Kept(inverse, total, segment, strength, k_unit, q_unit, states, product)
+    kept = Kept(inverse, numbers, carried, states, product)
     q, k, v, do = aligned(q, CHUNK), aligned(k, CHUNK), aligned(v, CHUNK), aligned(do, CHUNK)
     shape = shape_of(q, v, cu_seqlens, CHUNK)
     grads = Gradients(*backward_outputs(q, k, v, start, cu_seqlens))
@@ -299,11 +320,11 @@ def backward(
     if shape.packed:
         for grad in grads[:5]:
             grad.zero_()
-    bounds = kept.segment if cu_seqlens is None else cu_seqlens
-    last = kept.total if d_end is None else d_end
+    bounds = kept.numbers if cu_seqlens is None else cu_seqlens
+    last = kept.numbers if d_end is None else d_end
     last_stride = (0, 0, 0, 0) if d_end is None else d_end.stride()
     length, segments = segments_of(shape, q.device.index)
-    sizes = (_places(shape), shape.sequences, length, segments)
+    sizes = (shape.t, shape.slots, _places(shape), shape.sequences, length, segments)
     grid = (shape.b * shape.sequences * shape.hv * segments,)
     alone = only_start and start is not None
     added = _per_segment(shape, kept, max(segments, 2) if alone else segments)
@@ -313,11 +334,7 @@ def backward(
             k,
             do,
             kept.inverse,
-            kept.total,
-            kept.segment,
-            kept.strength,
-            kept.k_unit,
-            kept.q_unit,
+            kept.numbers,
             last,
             added,
             bounds,
@@ -326,17 +343,21 @@ def backward(
             *k.stride()[:3],
             *do.stride()[:3],
             *last_stride,
-            shape.t,
             *sizes,
-            **_heads(shape, options),
+            **_heads(shape, options, CHAIN),
             HAS_END=d_end is not None,
             ALL=alone,
             **_tiles(CHAIN),
         )
     final = grads.start if alone else None
-    carried = _carry(kept, added, bounds, final, shape=shape, length=length, segments=segments, back=True)
+    after = torch.empty_like(added)
+    _carry(kept, added, after, bounds, final, shape=shape, length=length, segments=segments, back=True)
     if only_start:
         return tuple(grads)
+    states = kept.states
+    if not options.keep_states:
+        states = q.new_empty(shape.b, shape.hv, shape.slots, shape.v, shape.k)
+        _scan(q, k, v, kept, start, bounds, o=None, end=None, states=states, shape=shape, options=options)
     with over_groups(grads, shape) as (dq, dk):
         narrow_backward_kernel[grid](
             q,
@@ -344,14 +365,10 @@ def backward(
             v,
             do,
             kept.inverse,
-            kept.total,
-            kept.segment,
-            kept.strength,
-            kept.k_unit,
-            kept.q_unit,
-            kept.states,
+            kept.numbers,
+            states,
             last,
-            carried,
+            after,
             dq,
             dk,
             *grads[2:],
@@ -362,10 +379,8 @@ def backward(
             *v.stride()[:3],
             *do.stride()[:3],
             *last_stride,
-            shape.t,
-            shape.slots,
             *sizes,
-            **_heads(shape, options),
+            **_heads(shape, options, BACKWARD),
             HAS_END=d_end is not None,
             KEEP_START=start is not None,
             **_tiles(BACKWARD),
