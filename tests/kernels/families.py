@@ -18,6 +18,7 @@ from hymo_kernels.host import triton_attention
 from tests.kernels import (
     attention_cases,
     convolution_cases,
+    convolution_heads_cases,
     cross_entropy_cases,
     decode_cases,
     linear_cases,
@@ -44,6 +45,9 @@ FAMILIES: dict[str, Callable[[], dict[str, float]]] = {
     "decode": lambda: decode_cases.errors(decode_cases.Case(2, 5, 2, 4, 64, 96), "cuda", torch.bfloat16),
     "convolution": lambda: convolution_cases.errors(
         convolution_cases.Case(2, 140, 336, 4, lengths=(1, 139)), "cuda", torch.bfloat16
+    ),
+    "convolution_heads": lambda: convolution_heads_cases.errors(
+        convolution_heads_cases.Case(2, 140, (3, 48), (3, 56), 8, lengths=(1, 139)), "cuda", torch.bfloat16
     ),
     "linear": lambda: linear_cases.worst_heads(linear_cases.Case(1, 130, 2, 64, 40), "cuda", torch.bfloat16),
     "attention_copied": partial(attention, True),

@@ -15,10 +15,11 @@ class Plan(NamedTuple):
     pairs: int  # of features that it rotates, or
     block: int  # features that it passes on
     ahead: int  # rows that it loads ahead of their use
+    registers: int  # of a thread, at most: what it needs at 16 bits and 4 taps
 
 
-FORWARD_PLAN = Plan(pairs=32, block=128, ahead=8)
-BACKWARD_PLAN = Plan(pairs=32, block=128, ahead=4)
+FORWARD_PLAN = Plan(pairs=64, block=128, ahead=8, registers=96)
+BACKWARD_PLAN = Plan(pairs=64, block=128, ahead=4, registers=120)
 
 
 class Heads(NamedTuple):
@@ -70,6 +71,7 @@ def _launch(x: Tensor, weight: Tensor, position: Tensor | None, heads: Heads, pl
         "UNROLL": plan.ahead,
         "MASKED": position is not None,
         "num_warps": 1,
+        "maxnreg": plan.registers if x.element_size() == 2 and weight.shape[1] <= 4 else None,
     }
     return (x.shape[0] * chunks * parts,), length, chunks, sizes
 
