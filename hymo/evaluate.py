@@ -21,7 +21,8 @@ from hymo.config import DataConfig, ModelConfig
 from hymo.data import SourcedBatch, TokenSource, label_bytes, open_shards, open_source
 from hymo.data.mixture import permute, window_count
 from hymo.distributed import ALONE, Ranks
-from hymo.jit import Compile, jit
+from hymo.graph import Compile
+from hymo.jit import jit
 from hymo.loss import token_nats
 from hymo.model import ModelParams
 

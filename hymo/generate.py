@@ -19,7 +19,8 @@ from torch import Tensor
 
 from hymo.backend import EAGER, Backend, keep
 from hymo.config import DELIMITER, ModelConfig
-from hymo.jit import Compile, jit
+from hymo.graph import Compile
+from hymo.jit import jit
 from hymo.layers.embedding import unembed
 from hymo.layers.norm import rms_norm
 from hymo.model import ModelParams, ModelState, gather_ends, head_table, hidden_states, init_state, model_spec

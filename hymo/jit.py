@@ -1,31 +1,36 @@
 """`jit`: the one place where a pure function of trees becomes one compiled graph.
 
 Python runs once, on tracers, as under `jax.jit`: closures are constants, checks run at trace time, and everything that
-changes from call to call must come in as a tensor. The trace is non-strict (`torch._dynamo.nonstrict_trace`), because
-a strict one silently drops the backward of a `torch.autograd.Function` under `torch.func.grad` (pytorch #193279).
+changes from call to call must come in as a tensor.
+
+Of `torch.compile` it is all but the front: the tracer and functional tensors of AOTAutograd make the graph, inductor's
+passes and code generator the kernels. TorchDynamo, which reads bytecode and guards what it finds there, has nothing to
+read here: a strict trace silently drops the backward of a `torch.autograd.Function` under `torch.func.grad` (pytorch
+#193279), and a non-strict one (`nonstrict_trace`) runs the function on tracers too, but thrice: once for Dynamo, twice
+in AOTAutograd. For a step of v1.0 that was 45 s of one CPU's time, where a single trace takes 20 s.
 """
 
 import functools
 from collections.abc import Callable
-from types import FunctionType
-from typing import Any, Literal, TypeVar, no_type_check
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_required_storage_length
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hymo import tree
+from hymo.graph import Compile, compiled, trace, write_results
 from hymo.replay import replayed
-from hymo.stacked import inductor_pass
-from hymo_kernels.primitive import tell_inductor
 
-Compile = Literal["inductor", "aot_eager", "none"]
+Program = Callable[[list[Tensor]], list[Tensor]]
 R = TypeVar("R")
 
 
 def jit(
     pure: Callable[..., R], *, compile: Compile = "inductor", donate: bool = False, replay: bool = False
 ) -> Callable[..., R]:
-    """`pure`, compiled into one graph per structure and shapes of its arguments.
+    """`pure`, compiled into one graph per structure, shapes and strides of its arguments.
 
     Args:
         pure: a function of trees of tensors that returns a tree of tensors; it is never differentiated from outside.
@@ -37,23 +42,22 @@ def jit(
 
     Raises:
         ValueError: if inductor has no compiler to generate code with.
-        ValueError: while tracing, if the first result cannot replace a donated argument.
+        ValueError: while tracing, if the first result cannot replace a donated argument, or an argument is written to.
         TypeError: at the call, if an argument holds something else than tensors.
         Whatever `pure` raises while it is traced, as itself.
     """
-    programs: dict[Any, Callable[[list[Tensor]], list[Tensor]]] = {}
+    programs: dict[Any, Program] = {}
     structures: dict[Any, Any] = {}
 
     def call(*args: Any) -> R:
         leaves, structure = tree.flatten(args)
         _require_tensors(args, leaves)
-        # A program of its own for each signature: of one code object Dynamo would keep eight and refuse the ninth.
-        signature = structure, tuple((leaf.shape, leaf.dtype, leaf.device) for leaf in leaves)
+        signature = structure, tuple((leaf.shape, leaf.stride(), leaf.dtype, leaf.device) for leaf in leaves)
         if signature not in programs:
             require_compiler(compile, leaves[0].device if leaves else "cpu")
-            run = _uncompiled if compile == "none" else functools.partial(_compiled, backend=compile)
             donated = len(tree.leaves(args[0])) if donate else 0
-            program = run(_flat(pure, signature, structures, donated), donated)
+            flat = _flat(pure, signature, structures, donated)
+            program = _uncompiled(flat, donated) if compile == "none" else _compiled(flat, leaves, donated, compile)
             on_gpu = bool(leaves) and leaves[0].device.type == "cuda"
             programs[signature] = replayed(program, donated) if replay and on_gpu else program
         with torch.no_grad():
@@ -74,79 +78,80 @@ def require_compiler(compile: Compile, device: torch.device | str) -> None:
 
 def _flat(
     pure: Callable[..., Any], signature: Any, structures: dict[Any, Any], donated: int
-) -> Callable[[list[Tensor]], list[Tensor]]:
-    """`pure` as a function of lists: a returned NamedTuple does not survive the trace."""
+) -> Callable[..., list[Tensor]]:
+    """`pure` from leaves to leaves; the signature's structure becomes the result's."""
 
-    def flat(leaves: list[Tensor]) -> list[Tensor]:
-        args = tree.unflatten(leaves, signature[0])
+    def flat(*leaves: Tensor) -> list[Tensor]:
+        args = tree.unflatten(list(leaves), signature[0])
         output = pure(*args)
         results, structures[signature] = tree.flatten(output)
         if donated:
             _require_same(args[0], output)
-        # An old value in a new place is copied before its storage is written to.
-        old = {id(leaf) for leaf in leaves[:donated]}
-        return [
-            result.clone() if id(result) in old and (i >= donated or result is not leaves[i]) else result
-            for i, result in enumerate(results)
-        ]
+        return results
 
     return flat
 
 
-def _uncompiled(flat: Callable[[list[Tensor]], list[Tensor]], donated: int) -> Callable[[list[Tensor]], list[Tensor]]:
+def _uncompiled(flat: Callable[..., list[Tensor]], donated: int) -> Program:
     def program(leaves: list[Tensor]) -> list[Tensor]:
-        results = flat(leaves)
+        results = flat(*leaves)
         if donated:
+            # An old value in a new place, or a view of one, is copied before its storage is written to.
+            old = {_storage(leaf) for leaf in leaves[:donated]}
+            results = [
+                x.clone() if _storage(x) in old and (i >= donated or x is not leaves[i]) else x
+                for i, x in enumerate(results)
+            ]
             tree.write_into(leaves[:donated], results[:donated])
         return leaves[:donated] + results[donated:]
 
     return program
 
 
-def _compiled(
-    flat: Callable[[list[Tensor]], list[Tensor]], donated: int, *, backend: str
-) -> Callable[[list[Tensor]], list[Tensor]]:
-    raised: list[Exception] = []
-
-    def remembering(leaves: list[Tensor]) -> list[Tensor]:
-        try:
-            return flat(leaves)
-        except Exception as error:
-            raised.append(error)
-            raise
-
-    traced = torch._dynamo.nonstrict_trace(remembering)
-
-    # Dynamo traces this one function strictly and would trip over the tests' type checks.
-    @no_type_check
-    def strict(leaves: list[Tensor]) -> list[Tensor]:
-        results = traced(leaves)
-        if donated:
-            # Leaf by leaf: a fused copy of many makes large kernels, unlike each other and slow to compile.
-            for old, new in zip(leaves[:donated], results[:donated], strict=True):
-                old.copy_(new)
-        return results[donated:]
-
-    # Dynamo keeps programs by code object and does not look which function `traced` is: with a shared code object a
-    # second function would run the first one's program.
-    own = FunctionType(strict.__code__.replace(), strict.__globals__, closure=strict.__closure__)
-    options = {"post_grad_custom_post_pass": inductor_pass()} if backend == "inductor" else None
-    graph = torch.compile(own, fullgraph=True, dynamic=False, backend=backend, options=options)
+def _compiled(flat: Callable[..., list[Tensor]], leaves: list[Tensor], donated: int, compile: Compile) -> Program:
+    # Tensors that are no arguments are constants.
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in leaves]
+        graph = trace(flat, inputs)
+        write_results(graph, donated)
+        run, _ = compiled(graph, inputs, mode, compile, is_whole=True)
 
     def program(leaves: list[Tensor]) -> list[Tensor]:
-        raised.clear()
-        try:
-            if backend == "inductor":
-                tell_inductor()
-            results: list[Tensor] = graph(leaves)
-            return leaves[:donated] + results
-        except Exception:
-            # Dynamo reports every error of the traced function as an unsupported output type; say what really happened.
-            if raised:
-                raise raised[-1] from None
-            raise
+        apart = _apart(leaves, donated)
+        results = list(run(list(apart)))
+        for old, new in zip(leaves[:donated], apart, strict=False):
+            if new is not old:
+                old.copy_(new)
+        return leaves[:donated] + results
 
     return program
+
+
+def _apart(leaves: list[Tensor], donated: int) -> list[Tensor]:
+    """The leaves, of which those are copied that share memory with a donated one before them.
+
+    A compiled program writes into a donated leaf as soon as it has read it for the last time.
+    """
+    apart: list[Tensor] = []
+    taken: set[int] = set()
+    if not donated:
+        return leaves
+    for i, leaf in enumerate(leaves):
+        place = _storage(leaf)
+        apart.append(_copied(leaf) if place in taken else leaf)
+        if i < donated:
+            taken.add(place)
+    return apart
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
+
+
+def _copied(x: Tensor) -> Tensor:
+    """The same numbers with the same strides, which a clone of elements that lie upon each other would not have."""
+    length = compute_required_storage_length(x.shape, x.stride(), 0)
+    return x.as_strided((length,), (1,)).clone().as_strided(x.shape, x.stride())
 
 
 def _require_tensors(args: tuple[Any, ...], leaves: list[Any]) -> None:

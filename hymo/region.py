@@ -6,8 +6,9 @@ arguments have a signature for the first time; the backward recomputes what is c
 """
 
 import functools
-import itertools
-from collections.abc import Callable, Sequence
+import hashlib
+from collections import Counter
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,12 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hymo import tree
 from hymo.exact_products import exact_products
-from hymo.jit import Compile
-from hymo_kernels.primitive import define, differentiable, tell_inductor
+from hymo.graph import Compile, Run, base, compiled, results, trace
+from hymo_kernels.primitive import define, differentiable
 
 R = TypeVar("R")
-Run = Callable[[list[Tensor]], Sequence[Tensor]]
-_number = itertools.count()
+_named: Counter[str] = Counter()
 
 
 class Program(NamedTuple):
@@ -89,8 +89,6 @@ def _programs(pure: Callable[..., R], compile: Compile, build: Callable[..., Pro
             # In a thread of its own: a trace and a gradient that are under way here must not see what is traced there.
             with ThreadPoolExecutor(1) as thread:
                 programs[signature] = thread.submit(build, pure, signature, compile).result()
-            if compile == "inductor":
-                tell_inductor()
         program = programs[signature]
         outputs = program.run(*leaves)
         result: R = tree.unflatten(list(outputs) if isinstance(outputs, tuple) else [outputs], program.structure)
@@ -100,20 +98,14 @@ def _programs(pure: Callable[..., R], compile: Compile, build: Callable[..., Pro
 
 
 def _build_once(pure: Callable[..., Any], signature: Any, compile: Compile) -> Program:
-    from torch._functorch.aot_autograd import aot_export_joint_simple
-    from torch._inductor.decomposition import select_decomp_table
-
     structure, kinds = signature
     of_result: list[Any] = []
-    with FakeTensorMode() as mode:
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         inputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
-        flat = _flat(pure, structure, of_result)
-        with torch.no_grad():
-            graph: Any = aot_export_joint_simple(
-                flat, tuple(inputs), trace_joint=False, decompositions=select_decomp_table()
-            )
-        run, made = _compiled(graph, inputs, mode, compile)
-    operation = _operation(f"region_{next(_number)}", run, inputs, made)
+        graph = trace(_flat(pure, structure, of_result), inputs)
+        code = graph.code
+        run, made = compiled(graph, inputs, mode, compile, is_whole=True)
+    operation = _operation(_name(code, inputs, made), run, inputs, made)
     return Program(lambda *leaves: tuple(operation(list(leaves))), of_result[0])
 
 
@@ -137,14 +129,15 @@ def _build(pure: Callable[..., Any], signature: Any, compile: Compile) -> Progra
             for shape, dtype, device in kinds
         ]
         halves = _halves(pure, inputs, structure)
-        run_forward, made = _compiled(halves.forward, [x.detach() for x in inputs], mode, compile)
+        code = halves.forward.code + halves.backward.code
+        run_forward, made = compiled(halves.forward, [x.detach() for x in inputs], mode, compile, is_whole=False)
         values = [*(x.detach() for x in inputs), *made]
         received = [values[i] for i in halves.wanted] + [made[i].contiguous() for i in halves.moving]
-        run_backward, found = _compiled(halves.backward, received, mode, compile, is_backward=True)
+        run_backward, found = compiled(halves.backward, received, mode, compile, is_whole=False, is_backward=True)
     moved = [i for i, x in enumerate(found) if x is not None]
-    number = next(_number)
-    forward = _operation(f"region_{number}", run_forward, inputs, made)
-    backward = _operation(f"region_{number}_backward", run_backward, received, found)
+    name = _name(code, inputs, made, received, found)
+    forward = _operation(name, run_forward, inputs, made)
+    backward = _operation(f"{name}_backward", run_backward, received, found)
 
     def region(*leaves: Tensor) -> tuple[Tensor, ...]:
         return tuple(forward(list(leaves)))
@@ -176,42 +169,38 @@ def _halves(pure: Callable[..., Any], inputs: list[Tensor], structure: Any) -> H
     from torch._inductor.decomposition import select_decomp_table
 
     of_result: list[Any] = []
-    flat = _flat(pure, structure, of_result)
-    moving = tuple(i for i, x in enumerate(flat(*inputs)) if x.requires_grad)
-    outputs = of_result[0].num_leaves
+    moving: list[int] = []
+
+    def flat(*leaves: Tensor) -> tuple[Tensor, ...]:
+        found = _flat(pure, structure, of_result)(*leaves)
+        moving[:] = [i for i, x in enumerate(found) if x.requires_grad]
+        return found
+
     joint: Any = aot_export_joint_simple(flat, tuple(inputs), trace_joint=True, decompositions=select_decomp_table())
+    outputs = of_result[0].num_leaves
     forward, backward = min_cut_rematerialization_partition(joint, (), num_fwd_outputs=outputs)
 
     placeholders = [node for node in forward.graph.nodes if node.op == "placeholder"]
     assert len(placeholders) == len(inputs), "a region's forward takes all its inputs"
-    results = _results(forward)
-    place = {node: i for i, node in enumerate((*placeholders, *results[:outputs]))}
+    returned = results(forward)
+    place = {node: i for i, node in enumerate((*placeholders, *returned[:outputs]))}
     received = [node for node in backward.graph.nodes if node.op == "placeholder"]
     kept: list[fx.Node] = []
     wanted = []
-    for node, its in zip(results[outputs:], received, strict=False):
+    for node, its in zip(returned[outputs:], received, strict=False):
         # Of a view its base is kept, which has storage of its own; the backward takes the view.
-        base, views = _base(node)
-        if base not in place:
-            place[base] = len(inputs) + outputs + len(kept)
-            kept.append(base)
-        wanted.append(place[base])
-        _view_in(backward, its, base, views, after=received[-1])
-    forward.graph.output_node().args = ((*results[:outputs], *kept),)
+        source, views = base(node)
+        if source not in place:
+            place[source] = len(inputs) + outputs + len(kept)
+            kept.append(source)
+        wanted.append(place[source])
+        _view_in(backward, its, source, views, after=received[-1])
+    forward.graph.output_node().args = ((*returned[:outputs], *kept),)
     if inputs[0].device.type == "cuda":
         exact_products(backward.graph)
     forward.recompile()
     backward.recompile()
-    return Halves(forward, backward, tuple(wanted), len(kept), moving, of_result[0])
-
-
-def _base(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
-    """What a node is a view of, and the views that lead to it."""
-    views: list[fx.Node] = []
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and isinstance(node.args[0], fx.Node):
-        views.insert(0, node)
-        node = node.args[0]
-    return node, views
+    return Halves(forward, backward, tuple(wanted), len(kept), tuple(moving), of_result[0])
 
 
 def _view_in(graph: fx.GraphModule, received: fx.Node, base: fx.Node, views: list[fx.Node], *, after: fx.Node) -> None:
@@ -228,32 +217,20 @@ def _view_in(graph: fx.GraphModule, received: fx.Node, base: fx.Node, views: lis
     received.meta = {**received.meta, "val": base.meta["val"]}
 
 
-def _results(graph: fx.GraphModule) -> list[Any]:
-    results: Any = graph.graph.output_node().args[0]
-    return list(results)
-
-
-def _compiled(
-    graph: fx.GraphModule, inputs: list[Tensor], mode: FakeTensorMode, compile: Compile, *, is_backward: bool = False
-) -> tuple[Run, list[Any]]:
-    """A graph as it runs, and tensors like its results."""
-    made = [node.meta["val"] if isinstance(node, fx.Node) else None for node in _results(graph)]
-    if compile == "aot_eager":
-        return lambda x: graph(*x), made
-    from torch._guards import TracingContext, tracing
-    from torch._inductor.compile_fx import compile_fx_inner
-
-    with torch.no_grad(), tracing(TracingContext(mode)), TracingContext.report_output_strides() as reported:
-        run: Any = compile_fx_inner(graph, inputs, is_backward=is_backward)
-    strides = reported or [None] * len(made)
-    return run, [
-        x if stride is None or x is None else torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device)
-        for x, stride in zip(made, strides, strict=True)
-    ]
-
-
 def _like(x: Tensor) -> Tensor:
     return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+
+
+def _name(code: str, *values: list[Any]) -> str:
+    """A name that tells what an operation does, and what its tensors are like.
+
+    A compiled program is found in a cache by the names that it calls. A number would be another one where regions come
+    in another order, and the same for a region that has changed.
+    """
+    likes = [[(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x for x in xs] for xs in values]
+    name = f"region_{hashlib.sha256(f'{code}{likes}'.encode()).hexdigest()[:16]}"
+    _named[name] += 1
+    return name if _named[name] == 1 else f"{name}_{_named[name]}"
 
 
 def _operation(name: str, run: Run, given: list[Tensor], made: list[Any]) -> Callable[..., list[Tensor]]:

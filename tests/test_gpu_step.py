@@ -47,7 +47,6 @@ def run(parts: Setup, backend: Backend, dtype: torch.dtype, compile: Any) -> Run
 )
 def test_kernels_in_a_compiled_step_learn_what_plain_pytorch_learns(rule: str, width: int) -> None:
     """A compiled step that lost the kernels' backward would leave a GDN layer's gradient wrong, silently."""
-    torch._dynamo.reset()
     parts = parts_of(rule, width)
     exact = run(parts, EAGER, torch.float32, "none")
     plain = run(parts, EAGER, torch.bfloat16, "none")

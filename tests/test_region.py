@@ -13,6 +13,7 @@ from hymo import tree
 from hymo.backend import EAGER
 from hymo.jit import jit
 from hymo.region import once, region
+from hymo_kernels.primitive import OPERATIONS
 from tests.configs import micro_batches, setup, smallest_config
 
 WAYS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)]
@@ -129,3 +130,22 @@ def test_a_step_of_regions_and_stacks_is_the_step(compile: Any) -> None:
         for path, x in tree.paths(after["plain"][1].params).items():
             found = tree.paths(after[name][1].params)[path]
             assert (found - x).norm() <= 1e-3 * x.norm() + 1e-6, (name, path)
+
+
+def test_a_region_is_called_by_what_it_does() -> None:
+    """A program is found in a cache by the names that it calls, whatever regions were made before."""
+    layers, x = inputs(1)
+    position = torch.arange(4).expand(2, 4)
+
+    def names(scale: float) -> set[str]:
+        def scaled(p: dict[str, Tensor], x: Tensor, position: Tensor) -> Tensor:
+            return block(p, x, position)[0] * scale
+
+        before = {op.__name__ for op in OPERATIONS}
+        region(scaled, compile="aot_eager")(layers[0], x, position)
+        return {op.__name__ for op in OPERATIONS} - before
+
+    first, other, again = names(2.5), names(3.5), names(2.5)
+    assert len(first) == len(other) == 2
+    assert {name.replace("_2.", ".").replace("_2_backward", "_backward") for name in again} == first
+    assert not first & other

@@ -85,7 +85,6 @@ def test_a_cpu_replays_nothing(recorded: list[Recording]) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_replayed_step_is_the_step_to_the_bit(accumulation: int) -> None:
-    torch._dynamo.reset()
     training = {"gradient_accumulation_steps": accumulation, "precision": "bfloat16", "compile": "inductor"}
     parts = setup(smallest_config(training=training))
     backend = choose_backend(parts.cfg.training, "cuda")

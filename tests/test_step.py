@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -13,7 +14,6 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch._dynamo.utils import counters
 
 from hymo import tree
 from hymo.backend import EAGER, Backend, with_compute_dtype
@@ -184,7 +184,6 @@ def compiled(request: pytest.FixtureRequest) -> Iterator[tuple[Setup, Callable[.
     parts = step_setup()
     yield parts, parts.step(request.param, donate=True, backend=poisoned(POISONS["a value that is NaN"]))
     torch.use_deterministic_algorithms(False)
-    torch._dynamo.reset()
 
 
 def run(step: Callable[..., Any], parts: Setup, steps: int, seed: int = 0) -> tuple[TrainState, list[Metrics]]:
@@ -209,20 +208,17 @@ def test_compiled_and_python_agree(compiled: tuple[Setup, Callable[..., Any]]) -
 
 
 def test_nothing_is_compiled_after_the_first_step_and_the_first_evaluation(
-    compiled: tuple[Setup, Callable[..., Any]],
+    compiled: tuple[Setup, Callable[..., Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parts, step = compiled
     evaluate = jit(partial(token_nats, cfg=parts.cfg.model), compile="aot_eager")
     state, _ = run(step, parts, 1)
     batch = tree.map(lambda x: x[0], micro_batches(parts.cfg, 0))
     nats = evaluate(state.params, batch)
-    graphs = counters["stats"]["unique_graphs"]
-    assert graphs >= 2
-    with torch._dynamo.config.patch(error_on_recompile=True):
-        for i in range(3):
-            state, _ = step(state, unmarked(micro_batches(parts.cfg, i)))
-            after = evaluate(state.params, batch)
-    assert counters["stats"]["unique_graphs"] == graphs
+    monkeypatch.setattr(import_module("hymo.jit"), "trace", None)
+    for i in range(3):
+        state, _ = step(state, unmarked(micro_batches(parts.cfg, i)))
+        after = evaluate(state.params, batch)
     assert not torch.equal(after, nats)
     torch.testing.assert_close(after, token_nats(state.params, batch, cfg=parts.cfg.model), rtol=1e-4, atol=1e-4)
 
