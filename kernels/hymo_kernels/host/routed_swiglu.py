@@ -1,8 +1,7 @@
 """What the experts of a mixture answer: each a SwiGLU of the tokens that chose it, within its capacity."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from hymo_kernels.host.grouped_linear import grouped_linear
 from hymo_kernels.host.seats import assign_seats, combine, dispatch, pack_seats
+from hymo_kernels.primitive import differentiable
 
 ROW = 8
 """Numbers of 16 bits that a row of a grouped product's matrices is a multiple of."""
@@ -45,14 +45,16 @@ def routed_swiglu(
 
     Source: Gale et al. 2022, arXiv:2211.15841, for products over filled rows only.
     """
-    linear: Callable[[Tensor, Tensor], Tensor] = _linear
+    tokens = rearrange(x, "b t d -> 1 (b t) d")
     if _takes_groups(x, gate, backend=backend):
         seats, ends = pack_seats(expert, weight, experts=gate.shape[0], capacity=capacity)
-        linear = partial(grouped_linear, ends=ends)
+        rows = dispatch(tokens, seats)
+        # As one product that is twice as wide: rows are read once, and their gradient is one sum.
+        y = grouped_linear(_gated(grouped_linear(rows, torch.cat([gate, up], dim=-1), ends)), down, ends)
     else:
         seats = assign_seats(expert, weight, experts=gate.shape[0], capacity=capacity)
-    rows = dispatch(rearrange(x, "b t d -> 1 (b t) d"), seats)
-    y = linear(F.silu(linear(rows, gate)) * linear(rows, up), down)
+        rows = dispatch(tokens, seats)
+        y = _linear(F.silu(_linear(rows, gate)) * _linear(rows, up), down)
     answered = combine(y, rearrange(weight, "b t k -> 1 (b t) k"), seats)
     lost = (seats.of_choice == y.shape[1]).sum().float()
     return rearrange(answered, "1 (b t) d -> b t d", b=x.shape[0]), lost
@@ -74,6 +76,26 @@ def _takes_groups(x: Tensor, gate: Tensor, *, backend: str | None) -> bool:
             f"x is {x.dtype} on {x.device}, d and f are {gate.shape[1]} and {gate.shape[2]}; 'eager' takes all of them"
         )
     return backend == "grouped" or (backend is None and served and on_gpu)
+
+
+def _gated_forward(y: Float[Tensor, "g r ff"]) -> Float[Tensor, "g r f"]:
+    """`silu(gate) * up` of gate and up side by side."""
+    gate, up = y.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _gated_backward(
+    needs: tuple[bool, ...], arguments: tuple[Any, ...], outputs: tuple[Any, ...], grads: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    gate, up = rearrange(arguments[0].float(), "g r (two f) -> two g r 1 f", two=2)
+    # One expression of both halves: a compiler that joins two computes either wherever it needs one.
+    of_gate = torch.arange(2, device=gate.device)[:, None] == 0
+    s = torch.sigmoid(gate)
+    slope = s * torch.where(of_gate, up * (1 + gate * (1 - s)), gate)
+    return (rearrange(grads[0][..., None, :] * slope, "g r two f -> g r (two f)").to(arguments[0].dtype),)
+
+
+_gated: Callable[[Tensor], Tensor] = differentiable(_gated_forward, _gated_backward, save=(0,))
 
 
 def _linear(x: Float[Tensor, "1 s d"], w: Float[Tensor, "e d f"]) -> Float[Tensor, "1 s f"]:
