@@ -21,8 +21,8 @@ def routed_swiglu(
     x: Float[Tensor, "b t d"],
     expert: Int[Tensor, "b t k"],
     weight: Float[Tensor, "b t k"],
-    gate: Float[Tensor, "e d f"],
-    up: Float[Tensor, "e d f"],
+    gate: Float[Tensor, "e d g"],
+    up: Float[Tensor, "e d f"] | None,
     down: Float[Tensor, "e f d"],
     *,
     capacity: int,
@@ -33,6 +33,7 @@ def routed_swiglu(
     Args:
         expert: the different experts that each token chose.
         weight: of each choice, >= 0; answers are weighed and added up in fp32.
+        gate: of width f, or with `up` beside it, which then is None: what "grouped" multiplies by, without a copy.
         capacity: how many tokens of one row an expert serves, from 1 on: those with the highest weights, among equals
             the first. The others lose its answer.
         backend: "eager", the definition, in which every expert multiplies as many rows as it has capacity for, filled
@@ -46,12 +47,14 @@ def routed_swiglu(
     Source: Gale et al. 2022, arXiv:2211.15841, for products over filled rows only.
     """
     tokens = rearrange(x, "b t d -> 1 (b t) d")
-    if _takes_groups(x, gate, backend=backend):
+    if _takes_groups(x, down, backend=backend):
         seats, ends = pack_seats(expert, weight, experts=gate.shape[0], capacity=capacity)
         rows = dispatch(tokens, seats)
         # As one product that is twice as wide: rows are read once, and their gradient is one sum.
-        y = grouped_linear(_gated(grouped_linear(rows, torch.cat([gate, up], dim=-1), ends)), down, ends)
+        both = gate if up is None else torch.cat([gate, up], dim=-1)
+        y = grouped_linear(_gated(grouped_linear(rows, both, ends)), down, ends)
     else:
+        gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
         seats = assign_seats(expert, weight, experts=gate.shape[0], capacity=capacity)
         rows = dispatch(tokens, seats)
         y = _linear(F.silu(_linear(rows, gate)) * _linear(rows, up), down)
@@ -60,20 +63,20 @@ def routed_swiglu(
     return rearrange(answered, "1 (b t) d -> b t d", b=x.shape[0]), lost
 
 
-def groups_serve(x: Float[Tensor, "b t d"], gate: Float[Tensor, "e d f"]) -> bool:
+def groups_serve(x: Float[Tensor, "b t d"], down: Float[Tensor, "e f d"]) -> bool:
     """Whether there are grouped products of such numbers, on a device that has any."""
-    return x.dtype == gate.dtype == torch.bfloat16 and all(size % ROW == 0 for size in gate.shape[1:])
+    return x.dtype == down.dtype == torch.bfloat16 and all(size % ROW == 0 for size in down.shape[1:])
 
 
-def _takes_groups(x: Tensor, gate: Tensor, *, backend: str | None) -> bool:
+def _takes_groups(x: Tensor, down: Tensor, *, backend: str | None) -> bool:
     if backend not in (None, "eager", "grouped"):
         raise ValueError(f"routed_swiglu: backend must be 'eager', 'grouped' or None; got {backend!r}")
     on_gpu = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 9
-    served = groups_serve(x, gate) and (on_gpu or x.device.type == "cpu")
+    served = groups_serve(x, down) and (on_gpu or x.device.type == "cpu")
     if backend == "grouped" and not served:
         raise ValueError(
             f"routed_swiglu: backend='grouped' takes bfloat16 on a Hopper GPU or a CPU, d and f that {ROW} divides; "
-            f"x is {x.dtype} on {x.device}, d and f are {gate.shape[1]} and {gate.shape[2]}; 'eager' takes all of them"
+            f"x is {x.dtype} on {x.device}, d and f are {down.shape[2]} and {down.shape[1]}; 'eager' takes all of them"
         )
     return backend == "grouped" or (backend is None and served and on_gpu)
 
