@@ -278,7 +278,7 @@ def _memory_table(config: HyMoConfig, it: Accounting) -> str:
     rows = [
         ("master weights", _bytes(memory.masters), "fp32"),
         ("moments", _bytes(sum(memory.moments.values())), "fp32"),
-        ("gradients", _bytes(memory.gradients), "fp32, those that exist at the peak"),
+        ("gradients", _bytes(memory.gradients), "those that exist at the peak"),
         ("weights in use", _bytes(memory.copies), training.precision if memory.copies else "the masters themselves"),
         (
             "activations",

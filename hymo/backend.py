@@ -35,7 +35,8 @@ class Backend(NamedTuple):
         attend: document-isolated causal attention, `hymo_kernels.document_attention`.
         experts: what a mixture's experts answer within their capacity, `hymo_kernels.routed_swiglu`.
         cross_entropy: the loss of a vocabulary head, `hymo_kernels.linear_cross_entropy`.
-        gather: (parameters of a block, their specs) -> the parameters its layers use.
+        lend: (experts of a block, their specs) -> what a region is given of them.
+        gather: (parameters of a block, their specs) -> the parameters its layers use; what is lent stays as it is.
         region: a function that is called many times -> the function to call in its place, `hymo.region.region`.
         once: likewise for one that is not differentiated, `hymo.region.once`.
         stacked: elements of a parameter up to which it is updated in a stack with those of its shape and role.
@@ -47,6 +48,7 @@ class Backend(NamedTuple):
     attend: Callable[..., Tensor]
     experts: Callable[..., tuple[Tensor, Tensor]]
     cross_entropy: Callable[..., Tensor]
+    lend: Callable[[Any, Any], Any]
     gather: Callable[[Any, Any], Any]
     region: Callable[[Any], Any]
     once: Callable[[Any], Any]
@@ -80,6 +82,7 @@ EAGER = Backend(
     attend=partial(document_attention, backend="eager"),
     experts=partial(routed_swiglu, backend="eager"),
     cross_entropy=partial(linear_cross_entropy, backend="eager", logit_bytes=LOGIT_BYTES),
+    lend=keep,
     gather=keep,
     region=inline,
     once=inline,
@@ -154,7 +157,16 @@ def with_compute_dtype(backend: Backend, dtype: torch.dtype) -> Backend:
     """
     if dtype == torch.float32:
         return backend
-    return backend._replace(gather=partial(_cast, dtype=dtype))
+    return backend._replace(lend=partial(_joined, dtype=dtype), gather=partial(_cast, dtype=dtype))
+
+
+def _joined(experts: Any, spec: Any, dtype: torch.dtype) -> Any:
+    """Experts in `dtype` before a region sees them, gate and up in one: gradients leave it as its products made them.
+
+    What reads them converts them; a region would give them back in fp32, which are most of a model's numbers.
+    """
+    low = for_compute(spec, experts, dtype)
+    return low._replace(gate=torch.cat([low.gate, low.up], dim=-1), up=())
 
 
 def _cast(params: Any, spec: Any, dtype: torch.dtype) -> Any:

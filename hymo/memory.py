@@ -9,12 +9,12 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hymo import tree
-from hymo.backend import EAGER, GPU_LOGIT_BYTES, LOGIT_BYTES, Backend
+from hymo.backend import EAGER, GPU_LOGIT_BYTES, LOGIT_BYTES, Backend, with_compute_dtype
 from hymo.batch import Batch
 from hymo.config import HyMoConfig, ModelConfig, derive_config
 from hymo.footprint import Footprint, Ledger, footprint, uncompiled_peak
 from hymo.loss import loss
-from hymo.model import ModelParams, model_spec, trunk
+from hymo.model import ModelParams, lent, model_spec, trunk
 from hymo.optim import build_optimizer
 from hymo.params import COMPUTE_ROLES, ROLES, abstract, count, is_spec, partition
 from hymo_kernels import routed_swiglu
@@ -35,7 +35,7 @@ class Memory(NamedTuple):
     Args:
         masters: fp32 parameters and buffers.
         moments: the optimiser's state, by group.
-        gradients: fp32 gradients that exist at that moment.
+        gradients: those that exist at that moment, in fp32 but for the experts' in a compiled step of lower precision.
         copies: parameters in the compute dtype, and those gathered from other ranks.
         activations: what one micro-batch keeps for its backward, and what is being worked on.
         logits: what is made of one chunk of logits.
@@ -102,9 +102,9 @@ def _moments_of_a_step(config: HyMoConfig, ranks: int) -> list[Moment]:
         ends = _ends(config, kinds)
         logits = _logits(config)
     layers = [kinds["mla" if index in config.model.mla_layers else "gdn"] for index in range(config.model.n_layers)]
-    blocks = [4 * count(block) // ranks for block in spec.blocks]
-    whole = 4 * count(spec) // ranks
-    summed = whole if config.training.gradient_accumulation_steps > 1 else 0
+    blocks = [_gradient(config, block, ranks) for block in spec.blocks]
+    whole = _gradient(config, spec, ranks)
+    summed = 4 * count(spec) // ranks if config.training.gradient_accumulation_steps > 1 else 0
 
     kept = ends.kept + sum(layer.kept for layer in layers)
     if config.training.compile == "none":
@@ -114,6 +114,12 @@ def _moments_of_a_step(config: HyMoConfig, ranks: int) -> list[Moment]:
         before = sum(each.kept for each in layers[:index])
         moments.append(Moment(before + layer.backward, summed + whole - sum(blocks[: index + 1]), 0))
     return moments
+
+
+def _gradient(config: HyMoConfig, spec: Any, ranks: int) -> int:
+    """Bytes of a gradient on one rank. Inductor converts an expert's where it is used, if it is not for other ranks."""
+    narrow = 4 - _dtype(config).itemsize if config.training.compile == "inductor" and ranks == 1 else 0
+    return (4 * count(spec) - narrow * _count(spec, ("expert",))) // ranks
 
 
 def _one_layer_models(config: HyMoConfig) -> dict[str, ModelConfig]:
@@ -195,12 +201,14 @@ def _count(spec: ModelParams, roles: tuple[Any, ...]) -> int:
 
 
 def _fake(config: HyMoConfig, spec: ModelParams) -> ModelParams:
-    """Parameters as the layers use them."""
+    """Parameters as the layers' regions are given them, in the dtype in which they are used."""
 
     def empty(leaf: Any) -> Tensor:
         return torch.empty(leaf.shape, dtype=_dtype(config) if leaf.role in COMPUTE_ROLES else torch.float32)
 
-    return tree.map(empty, spec, is_leaf=is_spec)
+    params, backend = tree.map(empty, spec, is_leaf=is_spec), with_compute_dtype(EAGER, _dtype(config))
+    blocks = (lent(*each, backend=backend) for each in zip(params.blocks, spec.blocks, strict=True))
+    return params._replace(blocks=tuple(blocks))
 
 
 def _batch(config: HyMoConfig) -> Batch:
@@ -273,9 +281,9 @@ def _kernels(ledger: Ledger) -> Backend:
     def softmax(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
         return v.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
 
-    def experts(x: Tensor, expert: Tensor, weight: Tensor, gate: Tensor, *others: Tensor, capacity: int) -> Any:
-        backend: Any = "grouped" if groups_serve(x, gate) else "eager"
-        return routed_swiglu(x, expert, weight, gate, *others, capacity=capacity, backend=backend)
+    def experts(x: Tensor, *others: Any, capacity: int) -> Any:
+        backend: Any = "grouped" if groups_serve(x, others[-1]) else "eager"
+        return routed_swiglu(x, *others, capacity=capacity, backend=backend)
 
     return EAGER._replace(
         scan=lambda *inputs, **options: (call(delta, *inputs), None),

@@ -130,7 +130,7 @@ def trunk(
         attends = i in cfg.mla_layers
         layer = _layer(cfg, attends, backend, capacity)
         if state is None:
-            layer = backend.region(layer)
+            layer, stored = backend.region(layer), lent(stored, model_spec(cfg).blocks[i], backend=backend)
         x, load, after = layer(stored, x, position, angles[attends], state.layers[i] if state else ())
         layers += [after] if after else []
         loads += [load] if load else []
@@ -163,6 +163,14 @@ def _layer(cfg: ModelConfig, attends: bool, backend: Backend, capacity: int | No
         return x, load, after or ()
 
     return layer
+
+
+def lent(stored: Block, spec: Block, *, backend: Backend) -> Block:
+    """A block as a region is given it."""
+    if not isinstance(stored.ffn, MoeParams):
+        return stored
+    assert isinstance(spec.ffn, MoeParams)
+    return stored._replace(ffn=stored.ffn._replace(routed=backend.lend(stored.ffn.routed, spec.ffn.routed)))
 
 
 def gather_ends(params: ModelParams, *, cfg: ModelConfig, backend: Backend) -> ModelParams:

@@ -203,9 +203,12 @@ def partition(spec: T, params: T) -> tuple[T, T]:
 
 
 def for_compute(spec: Any, params: T, dtype: torch.dtype) -> T:
-    """The parameters as layers use them: matrices, experts and the table in `dtype`, all else in fp32."""
-    cast_leaf = lambda leaf, value: value.to(dtype) if leaf.role in COMPUTE_ROLES else value  # noqa: E731
-    result: T = tree.map(cast_leaf, spec, params, is_leaf=is_spec)
+    """The parameters as layers use them: matrices, experts and the table in `dtype`, all else in fp32; holes stay."""
+
+    def cast(leaf: ParamSpec, value: Any) -> Any:
+        return value.to(dtype) if leaf.role in COMPUTE_ROLES and not tree.is_hole(value) else value
+
+    result: T = tree.map(cast, spec, params, is_leaf=is_spec)
     return result
 
 

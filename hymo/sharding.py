@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hymo import tree
-from hymo.backend import Backend
+from hymo.backend import Backend, keep
 from hymo.distributed import SHARDS, Ranks
 from hymo.model import ModelParams
 from hymo.params import COMPUTE_ROLES, ParamSpec, is_spec
@@ -88,7 +88,9 @@ def sharded_backend(backend: Backend, dtype: torch.dtype, ranks: Ranks) -> Backe
         return backend
     # The work on matrices is dealt to ranks one by one.
     backend = backend._replace(stacked=0)
-    return backend if ranks.shards == 1 else backend._replace(gather=partial(gather_params, dtype=dtype, ranks=ranks))
+    if ranks.shards == 1:
+        return backend
+    return backend._replace(lend=keep, gather=partial(gather_params, dtype=dtype, ranks=ranks))
 
 
 def whole_params(params: ModelParams, spec: ModelParams, ranks: Ranks) -> ModelParams:

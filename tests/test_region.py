@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
+import hymo.region
 from hymo import tree
-from hymo.backend import EAGER
+from hymo.backend import EAGER, keep, with_compute_dtype
+from hymo.footprint import INDEX_MAPS
 from hymo.jit import jit
 from hymo.region import once, region
 from hymo_kernels.primitive import OPERATIONS
@@ -149,3 +152,57 @@ def test_a_region_is_called_by_what_it_does() -> None:
     assert len(first) == len(other) == 2
     assert {name.replace("_2.", ".").replace("_2_backward", "_backward") for name in again} == first
     assert not first & other
+
+
+EXPERTS = {(4, 32, 40), (4, 40, 32), (4, 32, 80)}
+
+
+def unfused(graph: torch.fx.Graph) -> set[str]:
+    """The operations that make fp32 tensors of an expert's shape, or read one that is made, and are no loop over it."""
+    aten = torch.ops.aten
+    found = set()
+
+    def is_wide(node: Any) -> bool:
+        val = node.meta.get("val")
+        return isinstance(val, Tensor) and val.dtype == torch.float32 and tuple(val.shape) in EXPERTS
+
+    for node in graph.nodes:
+        made = any(is_wide(each) and each.op != "placeholder" for each in node.all_input_nodes)
+        if node.op != "call_function" or not (made or is_wide(node)):
+            continue
+        op = getattr(node.target, "overloadpacket", node.target)
+        fused = (*INDEX_MAPS, aten.linalg_vector_norm, aten.zeros_like, torch.ops.prims.convert_element_type)
+        if op not in fused and not (op is not node.target and (node.target.is_view or pointwise(node.target))):
+            found.add(str(op))
+    return found
+
+
+def pointwise(target: Any) -> bool:
+    return torch.Tag.pointwise in target.tags or target.overloadpacket is torch.ops.aten.lerp
+
+
+@pytest.mark.parametrize("micro", [1, 2])
+def test_no_gradient_of_an_expert_is_stored_in_fp32(micro: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm, update and the sum over micro-batches convert what a region gives back where they read it."""
+    training = {"gradient_accumulation_steps": micro, "precision": "bfloat16"}
+    parts = setup(smallest_config(model={"moe_inter_dim": 40}, training=training))
+    around: list[torch.fx.Graph] = []
+    compiled = hymo.region.compiled
+
+    def record(graph: torch.fx.GraphModule, *args: Any, **keys: Any) -> Any:
+        if any("hymo.region" in str(node.target) for node in graph.graph.nodes):
+            around.append(graph.graph)
+        return compiled(graph, *args, **keys)
+
+    def graphs_of_a_step(**changes: Any) -> list[torch.fx.Graph]:
+        around.clear()
+        ways = {"region": partial(region, compile="aot_eager"), "once": partial(once, compile="aot_eager")}
+        backend = with_compute_dtype(EAGER._replace(**ways), torch.bfloat16)._replace(**changes)
+        step = make_fx(parts.pure(backend), tracing_mode="fake")
+        return [step(parts.state(), micro_batches(parts.cfg, 0)).graph, *around]
+
+    monkeypatch.setattr(hymo.region, "compiled", record)
+    graphs = graphs_of_a_step()
+    assert len(graphs) == micro
+    assert unfused(graphs[-1]) == set()
+    assert unfused(graphs_of_a_step(lend=keep)[-1])

@@ -8,6 +8,7 @@ from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hymo import tree
 from hymo.backend import EAGER, Backend
 from hymo.config import ModelConfig
 from hymo.layers.feedforward import SwigluParams, swiglu
@@ -16,7 +17,7 @@ from hymo_kernels import mixed_linear
 
 
 class ExpertParams(NamedTuple):
-    """The routed experts, SwiGLUs stacked along e."""
+    """The routed experts, SwiGLUs stacked along e; lent to a region `gate` has `up` beside it, which is a hole."""
 
     gate: Float[Tensor, "e d f"] = expert(inputs="d")
     up: Float[Tensor, "e d f"] = expert(inputs="d")
@@ -92,7 +93,7 @@ def moe(
     if capacity is None or capacity >= x.shape[1]:
         y, dropped = _serve_all(p, x, routing), torch.zeros((), device=x.device)
     else:
-        y, dropped = backend.experts(x, routing.expert, routing.weight, *p.routed, capacity=capacity)
+        y, dropped = backend.experts(x, routing.expert, routing.weight, *_matrices(p), capacity=capacity)
     if isinstance(p.shared, SwigluParams):
         y = y + swiglu(p.shared, x)
     return y, Load(routing.assigned, dropped)
@@ -119,9 +120,18 @@ def rebalance(
     return bias + change - change.mean(), load
 
 
+def _matrices(p: MoeParams) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Of the experts, as `hymo_kernels.routed_swiglu` takes them."""
+    assert isinstance(p.routed, ExpertParams)
+    gate, up, down = p.routed
+    return gate, None if tree.is_hole(up) else up, down
+
+
 def _serve_all(p: MoeParams, x: Float[Tensor, "b t d"], routing: Routing) -> Float[Tensor, "b t d"]:
     """Every expert sees every token; the weights of those not chosen are zero."""
     zeros = torch.zeros(*x.shape[:2], p.router.shape[1], dtype=routing.weight.dtype, device=x.device)
     weight = zeros.scatter(-1, routing.expert, routing.weight).to(x.dtype)
-    y = torch.func.vmap(swiglu, in_dims=(0, None))(SwigluParams(*p.routed), x)
+    gate, up, down = _matrices(p)
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    y = torch.func.vmap(swiglu, in_dims=(0, None))(SwigluParams(gate, up, down), x)
     return einsum(y, weight, "e b t d, b t e -> b t d")

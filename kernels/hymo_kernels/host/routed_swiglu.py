@@ -1,8 +1,7 @@
 """What the experts of a mixture answer: each a SwiGLU of the tokens that chose it, within its capacity."""
 
 from collections.abc import Callable
-from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from hymo_kernels.host.grouped_linear import grouped_linear
 from hymo_kernels.host.seats import assign_seats, combine, dispatch, pack_seats
+from hymo_kernels.primitive import differentiable
 
 ROW = 8
 """Numbers of 16 bits that a row of a grouped product's matrices is a multiple of."""
@@ -21,8 +21,8 @@ def routed_swiglu(
     x: Float[Tensor, "b t d"],
     expert: Int[Tensor, "b t k"],
     weight: Float[Tensor, "b t k"],
-    gate: Float[Tensor, "e d f"],
-    up: Float[Tensor, "e d f"],
+    gate: Float[Tensor, "e d g"],
+    up: Float[Tensor, "e d f"] | None,
     down: Float[Tensor, "e f d"],
     *,
     capacity: int,
@@ -33,6 +33,7 @@ def routed_swiglu(
     Args:
         expert: the different experts that each token chose.
         weight: of each choice, >= 0; answers are weighed and added up in fp32.
+        gate: of width f, or with `up` beside it, which then is None: what "grouped" multiplies by, without a copy.
         capacity: how many tokens of one row an expert serves, from 1 on: those with the highest weights, among equals
             the first. The others lose its answer.
         backend: "eager", the definition, in which every expert multiplies as many rows as it has capacity for, filled
@@ -45,35 +46,59 @@ def routed_swiglu(
 
     Source: Gale et al. 2022, arXiv:2211.15841, for products over filled rows only.
     """
-    linear: Callable[[Tensor, Tensor], Tensor] = _linear
-    if _takes_groups(x, gate, backend=backend):
+    tokens = rearrange(x, "b t d -> 1 (b t) d")
+    if _takes_groups(x, down, backend=backend):
         seats, ends = pack_seats(expert, weight, experts=gate.shape[0], capacity=capacity)
-        linear = partial(grouped_linear, ends=ends)
+        rows = dispatch(tokens, seats)
+        # As one product that is twice as wide: rows are read once, and their gradient is one sum.
+        both = gate if up is None else torch.cat([gate, up], dim=-1)
+        y = grouped_linear(_gated(grouped_linear(rows, both, ends)), down, ends)
     else:
+        gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
         seats = assign_seats(expert, weight, experts=gate.shape[0], capacity=capacity)
-    rows = dispatch(rearrange(x, "b t d -> 1 (b t) d"), seats)
-    y = linear(F.silu(linear(rows, gate)) * linear(rows, up), down)
+        rows = dispatch(tokens, seats)
+        y = _linear(F.silu(_linear(rows, gate)) * _linear(rows, up), down)
     answered = combine(y, rearrange(weight, "b t k -> 1 (b t) k"), seats)
     lost = (seats.of_choice == y.shape[1]).sum().float()
     return rearrange(answered, "1 (b t) d -> b t d", b=x.shape[0]), lost
 
 
-def groups_serve(x: Float[Tensor, "b t d"], gate: Float[Tensor, "e d f"]) -> bool:
+def groups_serve(x: Float[Tensor, "b t d"], down: Float[Tensor, "e f d"]) -> bool:
     """Whether there are grouped products of such numbers, on a device that has any."""
-    return x.dtype == gate.dtype == torch.bfloat16 and all(size % ROW == 0 for size in gate.shape[1:])
+    return x.dtype == down.dtype == torch.bfloat16 and all(size % ROW == 0 for size in down.shape[1:])
 
 
-def _takes_groups(x: Tensor, gate: Tensor, *, backend: str | None) -> bool:
+def _takes_groups(x: Tensor, down: Tensor, *, backend: str | None) -> bool:
     if backend not in (None, "eager", "grouped"):
         raise ValueError(f"routed_swiglu: backend must be 'eager', 'grouped' or None; got {backend!r}")
     on_gpu = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 9
-    served = groups_serve(x, gate) and (on_gpu or x.device.type == "cpu")
+    served = groups_serve(x, down) and (on_gpu or x.device.type == "cpu")
     if backend == "grouped" and not served:
         raise ValueError(
             f"routed_swiglu: backend='grouped' takes bfloat16 on a Hopper GPU or a CPU, d and f that {ROW} divides; "
-            f"x is {x.dtype} on {x.device}, d and f are {gate.shape[1]} and {gate.shape[2]}; 'eager' takes all of them"
+            f"x is {x.dtype} on {x.device}, d and f are {down.shape[2]} and {down.shape[1]}; 'eager' takes all of them"
         )
     return backend == "grouped" or (backend is None and served and on_gpu)
+
+
+def _gated_forward(y: Float[Tensor, "g r ff"]) -> Float[Tensor, "g r f"]:
+    """`silu(gate) * up` of gate and up side by side."""
+    gate, up = y.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _gated_backward(
+    needs: tuple[bool, ...], arguments: tuple[Any, ...], outputs: tuple[Any, ...], grads: tuple[Any, ...]
+) -> tuple[Tensor | None, ...]:
+    gate, up = rearrange(arguments[0].float(), "g r (two f) -> two g r 1 f", two=2)
+    # One expression of both halves: a compiler that joins two computes either wherever it needs one.
+    of_gate = torch.arange(2, device=gate.device)[:, None] == 0
+    s = torch.sigmoid(gate)
+    slope = s * torch.where(of_gate, up * (1 + gate * (1 - s)), gate)
+    return (rearrange(grads[0][..., None, :] * slope, "g r two f -> g r (two f)").to(arguments[0].dtype),)
+
+
+_gated: Callable[[Tensor], Tensor] = differentiable(_gated_forward, _gated_backward, save=(0,))
 
 
 def _linear(x: Float[Tensor, "1 s d"], w: Float[Tensor, "e d f"]) -> Float[Tensor, "1 s f"]:
