@@ -13,6 +13,7 @@ from hymo import tree
 from hymo.backend import EAGER
 from hymo.jit import jit
 from hymo.region import once, region
+from hymo.step import stacks_of
 from tests.configs import micro_batches, setup, smallest_config
 
 WAYS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)]
@@ -118,12 +119,12 @@ def test_a_step_of_regions_and_stacks_is_the_step(compile: Any) -> None:
     }
     after = {}
     for name, backend in backends.items():
-        state, losses = parts.state(), []
+        state, losses = parts.state(backend=backend), []
         step = parts.step(compile if name == "both" else "none", backend=backend)
         for i in range(3):
             state, metrics = step(state, micro_batches(parts.cfg, i))
             losses.append((metrics.loss, metrics.grad_norm))
-        after[name] = losses, state
+        after[name] = losses, stacks_of(parts.spec, backend).split(state)
     for name in ("stacks", "both"):
         torch.testing.assert_close(after[name][0], after["plain"][0], rtol=1e-4, atol=1e-5)
         for path, x in tree.paths(after["plain"][1].params).items():
