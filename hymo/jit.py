@@ -15,7 +15,6 @@ from torch import Tensor
 
 from hymo import tree
 from hymo.replay import replayed
-from hymo.stacked import inductor_pass
 from hymo_kernels.primitive import tell_inductor
 
 Compile = Literal["inductor", "aot_eager", "none"]
@@ -130,8 +129,7 @@ def _compiled(
     # Dynamo keeps programs by code object and does not look which function `traced` is: with a shared code object a
     # second function would run the first one's program.
     own = FunctionType(strict.__code__.replace(), strict.__globals__, closure=strict.__closure__)
-    options = {"post_grad_custom_post_pass": inductor_pass()} if backend == "inductor" else None
-    graph = torch.compile(own, fullgraph=True, dynamic=False, backend=backend, options=options)
+    graph = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
 
     def program(leaves: list[Tensor]) -> list[Tensor]:
         raised.clear()
