@@ -91,6 +91,19 @@ def test_results_own_their_memory() -> None:
     assert len(set(owners)) == len(owners)
 
 
+@pytest.mark.parametrize("compile", WAYS)
+def test_only_what_lies_otherwise_is_copied(compile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Size] = []
+    monkeypatch.setattr("hymo.region._placed", lambda x, like: copied.append(x.shape) or x.contiguous())
+    run, x = region(lambda x, angle: x * angle, compile=compile), torch.randn(2, 3, 4)
+    lying = torch.randn(2, 3, 1, 5).as_strided((2, 1, 3), (15, 2, 5)).mT
+    assert lying.stride() != torch.empty(2, 3, 1).stride()
+    for angle, copies in ((lying, 1), (torch.randn(2, 3).as_strided((2, 3, 1), (3, 1, 99)), 0)):
+        copied.clear()
+        torch.testing.assert_close(run(x, angle), x * angle)
+        assert len(copied) == copies
+
+
 def test_vmap_runs_it_for_every_sample() -> None:
     layers, x = inputs(1)
     position = torch.arange(4).expand(2, 4)
