@@ -174,7 +174,7 @@ def hymo_step(
     optimizer = build_optimizer(config.optimizer, config.scheduler, spec)
     chosen = choose_backend(config.training, DEVICE)
     pure = partial(train_step, cfg=config, spec=spec, optimizer=optimizer, backend=chosen)
-    state = init_train_state(on_device(initial), spec=spec, optimizer=optimizer)
+    state = init_train_state(on_device(initial), spec=spec, optimizer=optimizer, backend=chosen)
     step = jit(pure, compile=compile, donate=True)
     return lambda: step(state, batch)[1].loss
 

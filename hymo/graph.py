@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from hymo.stacked import inductor_pass
 from hymo_kernels.primitive import define, tell_inductor
 
 Compile = Literal["inductor", "aot_eager", "none"]
@@ -137,7 +136,6 @@ def compiled(
     if compile == "aot_eager":
         return lambda x: graph(*x), made
     from torch._guards import TracingContext, tracing
-    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
@@ -147,8 +145,7 @@ def compiled(
             device = inputs[0].device if inputs else torch.device("cpu")
             graph = joint_graph_passes(graph, device)
             keys["is_inference"] = True
-        with config.patch(post_grad_custom_post_pass=inductor_pass() if is_whole else None):
-            run: Any = compile_fx_inner(graph, inputs, **keys)
+        run: Any = compile_fx_inner(graph, inputs, **keys)
     strides = reported or [None] * len(made)
     return run, [
         torch.empty_strided(x.shape, stride, dtype=x.dtype, device=x.device) if isinstance(x, Tensor) and stride else x

@@ -235,15 +235,11 @@ def _name(code: str, *values: list[Any]) -> str:
 
 def _operation(name: str, run: Run, given: list[Tensor], made: list[Any]) -> Callable[..., list[Tensor]]:
     """A compiled graph as a raw op, from tensors like those given to tensors like those made, less what is None."""
-    strides = [x.stride() for x in given]
     likes = [(i, x) for i, x in enumerate(made) if x is not None]
     copied: list[bool] = []
 
     def operation(inputs: list[Tensor]) -> list[Tensor]:
-        placed = [
-            x if x.stride() == stride else _placed(x, like)
-            for x, stride, like in zip(inputs, strides, given, strict=True)
-        ]
+        placed = [x if _lies(x, like) else _placed(x, like) for x, like in zip(inputs, given, strict=True)]
         found = run(placed)
         outputs = [(found[i], like) for i, like in likes]
         if not copied:
@@ -254,6 +250,11 @@ def _operation(name: str, run: Run, given: list[Tensor], made: list[Any]) -> Cal
         return [_like(x) for x in made if x is not None]
 
     return define(f"{name}(Tensor[] inputs) -> Tensor[]", fake=fake, cpu=operation, cuda=operation)
+
+
+def _lies(x: Tensor, like: Tensor) -> bool:
+    """Whether a tensor lies in memory as another does; the stride of an axis of one entry says nothing."""
+    return all(size == 1 or own == other for size, own, other in zip(x.shape, x.stride(), like.stride(), strict=True))
 
 
 def _placed(x: Tensor, like: Tensor) -> Tensor:
@@ -267,6 +268,6 @@ def _to_copy(inputs: list[Tensor], outputs: list[tuple[Tensor, Tensor]]) -> list
     copied = []
     for x, like in outputs:
         own = x.untyped_storage().data_ptr()
-        copied.append(own in taken or x.stride() != like.stride())
+        copied.append(own in taken or not _lies(x, like))
         taken.add(own)
     return copied

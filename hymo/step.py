@@ -16,12 +16,14 @@ from hymo.layers.moe import Load, MoeParams, rebalance
 from hymo.loss import Losses, label_counts, loss
 from hymo.model import Block, ModelParams
 from hymo.optim import GradientTransform, apply_updates, build_schedule, clip, learning_rates
-from hymo.optim.stacks import Stacks, everywhere
+from hymo.optim.stacks import Stacks
 from hymo.params import partition
 
 
 class TrainState(NamedTuple):
-    """All that training carries from step to step; what is checkpointed.
+    """All that training carries from step to step; what is checkpointed, once it is split.
+
+    Parameters, and moments like them, are joined in the way of `hymo.optim.stacks` if the step's backend joins any.
 
     Args:
         params: fp32 masters and the buffers among them.
@@ -70,11 +72,19 @@ class Metrics(NamedTuple):
     bias: Float[Tensor, "layers e"]
 
 
-def init_train_state(params: ModelParams, *, spec: ModelParams, optimizer: GradientTransform) -> TrainState:
-    """The state before the first step."""
+def init_train_state(
+    params: ModelParams, *, spec: ModelParams, optimizer: GradientTransform, backend: Backend = EAGER
+) -> TrainState:
+    """The state before the first step of a backend; what that does not join it shares with `params`."""
     zero = torch.zeros((), dtype=torch.int64, device=params.table.device)
-    trainable, _ = partition(spec, params)
-    return TrainState(params, optimizer.init(trainable), zero, zero.clone(), zero.clone())
+    joined = stacks_of(spec, backend).join(params)
+    trainable, _ = partition(spec, joined)
+    return TrainState(joined, optimizer.init(trainable), zero, zero.clone(), zero.clone())
+
+
+def stacks_of(spec: ModelParams, backend: Backend) -> Stacks:
+    """How a backend's steps join a state."""
+    return Stacks(spec, largest=backend.stacked)
 
 
 def gradients(
@@ -143,22 +153,27 @@ def train_step(
     Loss and norm are those of all ranks, so that all find the same.
 
     Args:
+        state: as `init_train_state` makes it for `backend`.
         batch: leaves of shape (micro-batches, rows, tokens), of this rank.
         ranks: among which the state is split, in the way of `hymo.sharding`; `backend` and `optimizer` know them too.
+
+    Raises:
+        ValueError: if the state is not joined as `backend` would.
     """
-    grads, value, losses = gradients(state.params, batch, cfg=cfg, spec=spec, backend=backend, ranks=ranks)
+    stacks = stacks_of(spec, backend)
+    of_parts, value, losses = gradients(
+        stacks.parts(state.params), batch, cfg=cfg, spec=spec, backend=backend, ranks=ranks
+    )
     trainable, buffers = partition(spec, state.params)
-    stacks = Stacks(spec, largest=backend.stacked)
-    grads, trainable = stacks.join(grads), stacks.join(trainable)
-    moments = everywhere(stacks.join, state.optimizer, ModelParams)
+    grads = stacks.join(of_parts)
     norm = ranks.norm(grads)
     finite = torch.isfinite(norm) & torch.isfinite(value)
 
     clipped = clip(grads, norm, cfg.training.grad_clip)
-    updates, after = optimizer.update(clipped, moments, trainable, state.step)
-    moved, after = tree.select(finite, (apply_updates(trainable, updates), after), (trainable, moments))
+    updates, after = optimizer.update(clipped, state.optimizer, trainable, state.step)
+    moved, moments = tree.select(finite, (apply_updates(trainable, updates), after), (trainable, state.optimizer))
     balanced = tree.select(finite, _balanced(buffers, losses.loads, cfg=cfg), buffers)
-    params, moments = tree.combine(stacks.split(moved), balanced), everywhere(stacks.split, after, ModelParams)
+    params = tree.combine(moved, balanced)
 
     rows = batch.tokens.shape[0] * batch.tokens.shape[1] * ranks.world
     skipped = torch.where(finite, 0, state.skipped + 1)

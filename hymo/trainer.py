@@ -30,7 +30,7 @@ from hymo.run_data import RunData, open_run_data
 from hymo.run_folder import CHECKPOINTS, METRICS, choose_folder, fresh, held, resolve
 from hymo.saver import Saver
 from hymo.sharding import own_shards, placements, shard_params, sharded_backend, whole_params, whole_views
-from hymo.step import Metrics, TrainState, init_train_state, train_step
+from hymo.step import Metrics, TrainState, init_train_state, stacks_of, train_step
 from hymo.tracker import Tracker, open_trackers, require_trackers
 
 SUSPECTED_LEAK = 0.5
@@ -79,7 +79,6 @@ class Trainer:
             is to save and stop.
 
     Attributes:
-        state: all that training carries from step to step; of several ranks, this one's part.
         step: optimiser steps done, as `state` has it on the device.
         samples: rows of data seen, likewise.
         run: name of the run that no other has; a continued run keeps it.
@@ -129,8 +128,9 @@ class Trainer:
         params = build_hymo(config).params if model is None else tree.map(torch.clone, model.params)
         if ranks.world > 1:
             params = shard_params(params, spec, ranks)
-        init = partial(init_train_state, spec=spec, optimizer=optimizer)
-        self.state: TrainState = init(tree.map(lambda leaf: leaf.to(self.device), params))
+        init = partial(init_train_state, spec=spec, optimizer=optimizer, backend=sharded)
+        self._stacks = stacks_of(spec, sharded)
+        self._joined = init(tree.map(lambda leaf: leaf.to(self.device), params))
         self._placed = placements(spec, init) if ranks.world > 1 else None
         self._loader = self._open_loader()
         self._saver = Saver(self._folder / CHECKPOINTS, training, ranks=ranks, told=self._tell_saved)
@@ -148,6 +148,15 @@ class Trainer:
         self._tracker: Tracker | None = None
 
     @property
+    def state(self) -> TrainState:
+        """All that training carries from step to step, in the storage into which the next step writes.
+
+        Of several ranks, this one's part.
+        """
+        # As tensors of their own, for whoever traces them: of a view the whole stack would be looked at.
+        return tree.map(torch.Tensor.detach, self._stacks.split(self._joined))
+
+    @property
     def model(self) -> HyMo:
         """The model as trained so far; it shares the state's storage, into which the next step writes.
 
@@ -162,7 +171,7 @@ class Trainer:
 
     def train_step(self, batch: Batch) -> Metrics:
         """One optimiser step on leaves of shape (micro-batches, rows, tokens); its metrics stay on the device."""
-        self.state, metrics = self._compiled(self.state, _sent(batch, self.device))
+        self._joined, metrics = self._compiled(self._joined, _sent(batch, self.device))
         self.step += 1
         self.samples += batch.tokens.shape[0] * batch.tokens.shape[1] * self._ranks.world
         return metrics
@@ -268,10 +277,11 @@ class Trainer:
         if meta.step > total:
             raise ValueError(f"scheduler.total_steps: expected at least the {meta.step} steps done, got {total}")
         if self._placed is None:
-            self.state = load_checkpoint(path, self.state)
+            loaded = load_checkpoint(path, self.state)
         else:
             whole = load_checkpoint(path, whole_views(self.state, self._placed, ranks), ranks=ranks)
-            self.state = own_shards(whole, like=self.state)
+            loaded = own_shards(whole, like=self.state)
+        self._joined = self._stacks.join(loaded)
         self.step, self.samples, self.run = meta.step, meta.samples, meta.provenance.run
         self._saved_step = None
         self._loader.close()

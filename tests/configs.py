@@ -73,9 +73,10 @@ class Setup(NamedTuple):
     spec: ModelParams
     optimizer: GradientTransform
 
-    def state(self, seed: int = 0) -> TrainState:
+    def state(self, seed: int = 0, *, backend: Backend = EAGER) -> TrainState:
         """The state before the first step."""
-        return init_train_state(initialize(self.spec, seed), spec=self.spec, optimizer=self.optimizer)
+        params = initialize(self.spec, seed)
+        return init_train_state(params, spec=self.spec, optimizer=self.optimizer, backend=backend)
 
     def pure(self, backend: Backend = EAGER) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
         """The step as a pure function of state and batch."""

@@ -22,7 +22,7 @@ from hymo.optim import build_optimizer
 from hymo.params import initialize, partition
 from hymo.region import region
 from hymo.sharding import placements, shard_params, sharded_backend, whole_params, whole_views
-from hymo.step import gradients, init_train_state, train_step
+from hymo.step import gradients, init_train_state, stacks_of, train_step
 
 
 class Trained(NamedTuple):
@@ -79,9 +79,6 @@ def train_on(
     """Some steps; in step `spoiled` the last rank's attention is not finite."""
     spec = setup(cfg).spec
     optimizer = build_optimizer(cfg.optimizer, cfg.scheduler, spec, ranks=ranks)
-    init = partial(init_train_state, spec=spec, optimizer=optimizer)
-    params = initialize(spec, 0)
-    state = init(shard_params(params, spec, ranks) if ranks.world > 1 else params)
     poison = torch.zeros(())
 
     def poisoned(*args: Any, **options: Any) -> Tensor:
@@ -89,6 +86,9 @@ def train_on(
 
     chosen = EAGER._replace(region=partial(region, compile=regions), stacked=0 if regions == "none" else STACKED)
     backend = sharded_backend(chosen if spoiled is None else chosen._replace(attend=poisoned), torch.float32, ranks)
+    init = partial(init_train_state, spec=spec, optimizer=optimizer, backend=backend)
+    params = initialize(spec, 0)
+    state = init(shard_params(params, spec, ranks) if ranks.world > 1 else params)
     pure = partial(train_step, cfg=cfg, spec=spec, optimizer=optimizer, backend=backend, ranks=ranks)
     runs: list[int] = []
 
@@ -101,7 +101,8 @@ def train_on(
         poison.fill_(torch.nan if i == spoiled and ranks.rank == ranks.world - 1 else 0.0)
         state, metrics = step(state, rows_of_step(cfg, i, rows, ranks))
         seen.append(tree.map(torch.clone, tree.paths(metrics)))
-    views = whole_views(state, placements(spec, init), ranks) if ranks.world > 1 else state
+    apart = stacks_of(spec, backend).split(state)
+    views = whole_views(apart, placements(spec, init), ranks) if ranks.world > 1 else apart
     return Trained(whole(views), seen, len(runs))
 
 

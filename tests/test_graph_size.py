@@ -34,7 +34,7 @@ def nodes_of_a_step(layers: int, micro_batches: int = 1) -> int:
     params = tree.map(lambda leaf: torch.empty(leaf.shape), spec, is_leaf=is_spec)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "zeros_like", lambda x, **keys: torch.empty_like(x, **keys))
-        state = init_train_state(params, spec=spec, optimizer=optimizer)
+        state = init_train_state(params, spec=spec, optimizer=optimizer, backend=backend)
     batch = make_batch(torch.ones(micro_batches, 1, config.training.max_seq_len + 1, dtype=torch.int64))
     seen: list[int] = []
 

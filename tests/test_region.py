@@ -17,6 +17,7 @@ from hymo.footprint import INDEX_MAPS
 from hymo.jit import jit
 from hymo.region import once, region
 from hymo_kernels.primitive import OPERATIONS
+from hymo.step import stacks_of
 from tests.configs import micro_batches, setup, smallest_config
 
 WAYS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)]
@@ -94,6 +95,19 @@ def test_results_own_their_memory() -> None:
     assert len(set(owners)) == len(owners)
 
 
+@pytest.mark.parametrize("compile", WAYS)
+def test_only_what_lies_otherwise_is_copied(compile: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[torch.Size] = []
+    monkeypatch.setattr("hymo.region._placed", lambda x, like: copied.append(x.shape) or x.contiguous())
+    run, x = region(lambda x, angle: x * angle, compile=compile), torch.randn(2, 3, 4)
+    lying = torch.randn(2, 3, 1, 5).as_strided((2, 1, 3), (15, 2, 5)).mT
+    assert lying.stride() != torch.empty(2, 3, 1).stride()
+    for angle, copies in ((lying, 1), (torch.randn(2, 3).as_strided((2, 3, 1), (3, 1, 99)), 0)):
+        copied.clear()
+        torch.testing.assert_close(run(x, angle), x * angle)
+        assert len(copied) == copies
+
+
 def test_vmap_runs_it_for_every_sample() -> None:
     layers, x = inputs(1)
     position = torch.arange(4).expand(2, 4)
@@ -122,12 +136,12 @@ def test_a_step_of_regions_and_stacks_is_the_step(compile: Any) -> None:
     }
     after = {}
     for name, backend in backends.items():
-        state, losses = parts.state(), []
+        state, losses = parts.state(backend=backend), []
         step = parts.step(compile if name == "both" else "none", backend=backend)
         for i in range(3):
             state, metrics = step(state, micro_batches(parts.cfg, i))
             losses.append((metrics.loss, metrics.grad_norm))
-        after[name] = losses, state
+        after[name] = losses, stacks_of(parts.spec, backend).split(state)
     for name in ("stacks", "both"):
         torch.testing.assert_close(after[name][0], after["plain"][0], rtol=1e-4, atol=1e-5)
         for path, x in tree.paths(after["plain"][1].params).items():

@@ -90,7 +90,7 @@ def test_a_replayed_step_is_the_step_to_the_bit(accumulation: int) -> None:
     backend = choose_backend(parts.cfg.training, "cuda")
     after: dict[bool, Any] = {}
     for replays in (False, True):
-        state, told = tree.map(lambda x: x.cuda(), parts.state()), []
+        state, told = tree.map(lambda x: x.cuda(), parts.state(backend=backend)), []
         run = jit(parts.pure(backend), compile="inductor", donate=True, replay=replays)
         for i in range(5):
             # As if a checkpoint had been loaded.

@@ -12,6 +12,7 @@ from hymo.backend import (
     AUTO,
     COMPILED,
     COMPILED_ONCE,
+    EAGER,
     EAGER_ON_GPU,
     STACKED,
     TRITON,
@@ -158,6 +159,40 @@ def test_three_and_three_steps_are_six(data: Path, tmp_path: Path, whole: Finish
     second.train()
     assert_bitwise_equal(second.state, whole.trainer.state)
     assert records(tmp_path) == records(whole.folder)
+
+
+def folder_size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.distcp"))
+
+
+def test_a_run_goes_on_whether_or_not_its_state_is_joined(
+    data: Path, tmp_path: Path, whole: Finished, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint of a GPU, which joins, is one of a CPU, which does not, and the other way round."""
+
+    def opened(folder: str, *, joined: bool) -> Trainer:
+        backend = EAGER._replace(stacked=STACKED if joined else 0)
+        monkeypatch.setattr("hymo.trainer.choose_backend", lambda *_: backend)
+        return open_trainer(run_config(data), tmp_path / folder)
+
+    sizes: set[int] = set()
+    for folder, joined in (("joined first", True), ("joined then", False)):
+        first = opened(folder, joined=joined)
+        first.train(max_steps=3)
+        first.close()
+        stored = tmp_path / folder / "checkpoints" / "step_00000003"
+        sizes.add(folder_size(stored))
+        second = opened(folder, joined=not joined)
+        second.load(stored)
+        assert_bitwise_equal(second.state, first.state)
+        model = second.model
+        second.train()
+        for (name, a), b in zip(tree.paths(second.state).items(), tree.leaves(whole.trainer.state), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}")
+        # Steps write into the model that was asked for before them.
+        assert_bitwise_equal(model.params, second.state.params)
+        second.close()
+    assert len(sizes) == 1
 
 
 @pytest.mark.heavy

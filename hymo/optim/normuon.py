@@ -112,25 +112,33 @@ def orthogonalize(
 
         X = x / (|x| + 1e-7);  repeat  A = X X^T,  X = (a I + b A + c A^2) X
 
-    The polynomial is rounded to `dtype` once, with a on its diagonal. Were a X added to the product instead, bf16 would
-    err less, by 1 % for gradients and up to a fifth for noise, but X would be copied each time: a product adds to what
-    it overwrites.
+    or A = X^T X and X = X (a I + b A + c A^2) where that A is the smaller. The polynomial is rounded to `dtype` once,
+    with a on its diagonal. Were a X added to the product instead, bf16 would err less, by 1 % for gradients and up to a
+    fifth for noise, but X would be copied each time: a product adds to what it overwrites.
+
+    The norm is the root of the first A's trace, and divides the first polynomial rather than x: x is read once, by what
+    rounds it to `dtype`, and no reduction is in the way of what else is made of x there.
 
     Args:
-        coefficients: (a, b, c) of each iteration.
-        dtype: of the iteration, by default that of x; the norm before it is taken in x's dtype.
+        x: of norms below 1e9, whose fourth powers `dtype` holds.
+        coefficients: (a, b, c) of each iteration, at least one.
+        dtype: of the iteration, by default that of x.
     """
-    if x.shape[-2] > x.shape[-1]:
-        # The Gram matrix is then the smaller of the two.
-        return orthogonalize(x.mT, coefficients, dtype=dtype).transpose(-2, -1)
-    wide = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    norm: Tensor = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    y = (wide / (norm + 1e-7)).to(dtype or x.dtype)
-    identity = torch.eye(y.shape[-2], dtype=torch.promote_types(y.dtype, torch.float32), device=y.device)
-    for a, b, c in coefficients:
-        gram = y @ y.mT
-        polynomial = torch.add(torch.add(a * identity, gram, alpha=b), gram @ gram, alpha=c)
-        y = polynomial.to(y.dtype) @ y
+    is_tall = x.shape[-2] > x.shape[-1]
+    matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+    y = matrices.to(dtype or x.dtype)
+    wide = torch.promote_types(y.dtype, torch.float32)
+    identity = torch.eye(min(x.shape[-2:]), dtype=wide, device=y.device)
+    for i, (a, b, c) in enumerate(coefficients):
+        gram = y.mT @ y if is_tall else y @ y.mT
+        square = gram @ gram
+        if i == 0:
+            norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide).sqrt()[:, None, None]
+            inverse = 1 / (norm + 1e-7)
+            gram, square = gram * inverse.square(), square * inverse.square() * inverse.square()
+        polynomial = torch.add(torch.add(a * identity, gram, alpha=b), square, alpha=c)
+        factor = (polynomial * inverse if i == 0 else polynomial).to(y.dtype)
+        y = y @ factor if is_tall else factor @ y
     return y.reshape(x.shape).to(x.dtype)
 
 

@@ -1,12 +1,14 @@
-"""Stacks: leaves of one shape and role as one, and back, without a number changed."""
+"""Stacks: leaves of one shape and role as one, and back, without a number changed or copied."""
 
 import pytest
 import torch
 
 from hymo import build_hymo, model_spec, tree
-from hymo.optim.stacks import Stacks, everywhere
+from hymo.backend import EAGER
+from hymo.optim.stacks import Stacks
 from hymo.params import partition
-from tests.configs import tiny_config
+from hymo.step import stacks_of
+from tests.configs import setup, tiny_config
 
 
 @pytest.mark.parametrize("largest", [0, 64, 2**21])
@@ -21,15 +23,36 @@ def test_what_is_joined_is_split_again(largest: int) -> None:
     assert sum(x.numel() for x in tree.leaves(joined)) == sum(x.numel() for x in tree.leaves(trainable))
     for leaves in stacks.classes:
         assert len(leaves) > 1
-    split = stacks.split(joined)
-    assert tree.flatten(split)[1] == tree.flatten(trainable)[1]
-    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(split), tree.leaves(trainable), strict=True))
+    for split in (stacks.split(joined), stacks.parts(joined)):
+        assert tree.flatten(split)[1] == tree.flatten(trainable)[1]
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(split), tree.leaves(trainable), strict=True))
 
 
-def test_everywhere_reaches_subtrees_of_a_kind_alone() -> None:
-    cfg = tiny_config()
-    params = build_hymo(cfg).params
-    state = {"a": (params, torch.ones(())), "b": params}
-    found = everywhere(lambda p: tree.map(torch.zeros_like, p), state, type(params))
-    assert float(found["a"][1]) == 1.0
-    assert all(not x.any() for x in tree.leaves((found["a"][0], found["b"])))
+def test_parts_are_views_that_begin_at_multiples_of_16_bytes_and_copies_where_they_would_not() -> None:
+    cfg = tiny_config(model={"gdn_n_heads": 6})
+    spec, params = model_spec(cfg.model), build_hymo(cfg).params
+    stacks = Stacks(spec, largest=2**21)
+    joined = stacks.join(params)
+    own = {x.untyped_storage().data_ptr() for x in tree.leaves(joined)}
+    assert all(x.untyped_storage().data_ptr() in own for x in tree.leaves(stacks.split(joined)))
+    parts = tree.leaves(stacks.parts(joined))
+    assert all(x.data_ptr() % 16 == 0 for x in parts)
+    copied = [x for x in parts if x.untyped_storage().data_ptr() not in own]
+    assert 0 < len(copied) < len(parts)
+    assert {x.numel() % 4 for x in copied} == {2}
+
+
+def test_a_state_is_joined_wherever_it_is_like_the_parameters() -> None:
+    parts, backend = setup(tiny_config()), EAGER._replace(stacked=2**21)
+    plain, joined = parts.state(), parts.state(backend=backend)
+    assert len(tree.leaves(joined.params)) < len(tree.leaves(plain.params))
+    assert len(tree.leaves(joined.optimizer)) < len(tree.leaves(plain.optimizer))
+    split = stacks_of(parts.spec, backend).split(joined)
+    assert list(tree.paths(split)) == list(tree.paths(plain))
+    assert all(torch.equal(a, b) for a, b in zip(tree.leaves(split), tree.leaves(plain), strict=True))
+
+
+def test_a_state_that_is_not_joined_is_named() -> None:
+    parts, backend = setup(tiny_config()), EAGER._replace(stacked=2**21)
+    with pytest.raises(ValueError, match=r"norm .* is not joined with the \d+ others .* `init_train_state`"):
+        stacks_of(parts.spec, backend).parts(parts.state().params)
