@@ -16,8 +16,8 @@ from hymo.backend import EAGER, keep, with_compute_dtype
 from hymo.footprint import INDEX_MAPS
 from hymo.jit import jit
 from hymo.region import once, region
-from hymo_kernels.primitive import OPERATIONS
 from hymo.step import stacks_of
+from hymo_kernels.primitive import OPERATIONS
 from tests.configs import micro_batches, setup, smallest_config
 
 WAYS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)]

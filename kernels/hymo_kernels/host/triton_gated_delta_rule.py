@@ -71,8 +71,8 @@ FP32_PLANS: dict[int, Plan] = {
     128: Plan(Tiles(0, 8, 1, 32), Tiles(16, 8, 1, 64), Tiles(16, 8, 1, 64), Tiles(16, 8, 1, 64), Tiles(32, 8, 1, 32)),
     256: Plan(Tiles(0, 8, 1, 32), Tiles(16, 8, 1, 64), Tiles(16, 8, 1, 64), Tiles(16, 8, 1, 64), Tiles(32, 8, 1, 32)),
 }
-"""The same of fp32 numbers, proven likewise. From 128 on 8 warps: on 4 there is twice the code to compile where products
-are of fp32 operands, and registers spill."""
+"""The same of fp32 numbers, proven likewise. From 128 on 8 warps: on 4 there is twice the code to compile where
+products are of fp32 operands, and registers spill."""
 
 WIDEST = 256
 
