@@ -4,7 +4,8 @@ All that hymo uses of torch's private compiler is here and in `hymo.region`, whi
 the functional tensors of AOTAutograd, inductor's passes, and inductor itself.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -55,11 +56,23 @@ def trace(flat: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> fx
         # A thread of the GPU's would not see the modes of this one.
         torch.autograd.set_multithreading_enabled(False),
         enable_python_dispatcher(),
+        compiling(),
         FunctionalTensorMode(),
     ):
         graph: fx.GraphModule = make_fx(functional, decomposition_table=select_decomp_table())(*inputs)
     graph.graph.eliminate_dead_code()
     return graph
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """What is traced may ask `torch.compiler.iscompiling()` whether there are numbers to read."""
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag = before
 
 
 def write_results(graph: fx.GraphModule, donated: int) -> None:

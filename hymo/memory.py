@@ -196,7 +196,7 @@ def _dtype(config: HyMoConfig) -> torch.dtype:
     return dtype
 
 
-def _count(spec: ModelParams, roles: tuple[Any, ...]) -> int:
+def _count(spec: Any, roles: tuple[Any, ...]) -> int:
     return count(spec, *roles) if roles else 0
 
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hymo import tree
 from hymo.exact_products import exact_products
-from hymo.graph import Compile, Run, base, compiled, results, trace
+from hymo.graph import Compile, Run, base, compiled, compiling, results, trace
 from hymo_kernels.primitive import define, differentiable
 
 R = TypeVar("R")
@@ -128,7 +128,8 @@ def _build(pure: Callable[..., Any], signature: Any, compile: Compile) -> Progra
             torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
             for shape, dtype, device in kinds
         ]
-        halves = _halves(pure, inputs, structure)
+        with compiling():
+            halves = _halves(pure, inputs, structure)
         code = halves.forward.code + halves.backward.code
         run_forward, made = compiled(halves.forward, [x.detach() for x in inputs], mode, compile, is_whole=False)
         values = [*(x.detach() for x in inputs), *made]

@@ -18,7 +18,7 @@ ORDER = [
     ("hymo_kernels.device", "hymo_kernels.primitive"),
     ("hymo_kernels.host",),
     ("hymo_kernels",),
-    ("hymo.tree", "hymo.section", "hymo.chart", "hymo.exact_products", "hymo.replay", "hymo.stacked"),
+    ("hymo.tree", "hymo.section", "hymo.chart", "hymo.exact_products", "hymo.replay", "hymo.stacked", "hymo.graph"),
     ("hymo.params", "hymo.config", "hymo.jit", "hymo.footprint", "hymo.distributed", "hymo.interruption"),
     ("hymo.region", "hymo.config_yaml", "hymo.config_reference", "hymo.optim", "hymo.batch", "hymo.run_folder"),
     ("hymo.tracker", "hymo.profiler"),

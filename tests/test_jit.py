@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hymo import tree
 from hymo.jit import jit
+from hymo.region import once, region
 
 MODES: list[Any] = ["none", "aot_eager"]
 every_mode = pytest.mark.parametrize("mode", MODES)
@@ -330,3 +331,21 @@ def test_inductor_agrees_with_python() -> None:
     now, metrics = step(state(), data)
     tree.map(torch.testing.assert_close, (now, metrics), (expected, wanted))
     assert jit(torch.func.grad(lambda x: Tripled.apply(x).sum()))(torch.zeros(2)).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("compile", ["aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)])
+def test_what_is_traced_knows_that_it_is(compile: Any) -> None:
+    """A check that reads a number asks first, in a region and in what is called once too."""
+    seen: list[bool] = []
+
+    def checked(x: Tensor) -> Tensor:
+        seen.append(torch.compiler.is_compiling())
+        return x.sin()
+
+    x = torch.ones(3)
+    jit(checked, compile=compile)(x)
+    jit(once(checked, compile=compile), compile=compile)(x)
+    jit(torch.func.grad(lambda x: region(checked, compile=compile)(x).sum()), compile=compile)(x)
+    assert seen
+    assert all(seen)
+    assert not torch.compiler.is_compiling()

@@ -435,7 +435,7 @@ def test_a_gpu_takes_kernels_unless_told_otherwise() -> None:
         compiled = keys.get("compile", "inductor") == "inductor"
         found = backend.region, backend.once, backend.stacked
         assert found == ((COMPILED, COMPILED_ONCE, STACKED) if compiled else (inline, inline, 0))
-        return backend._replace(gather=keep, region=inline, once=inline, stacked=0)
+        return backend._replace(lend=keep, gather=keep, region=inline, once=inline, stacked=0)
 
     assert chosen() == chosen(precision="float32") == chosen(compile="aot_eager") == AUTO
     assert chosen(backend="triton") == TRITON
