@@ -11,12 +11,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from hymo_kernels.primitive import define, tell_inductor
 
 Compile = Literal["inductor", "aot_eager", "none"]
 Run = Callable[[list[Tensor]], Sequence[Any]]
 _keep = define("keep(Tensor x) -> Tensor", fake=torch.empty_like, cpu=torch.clone, cuda=torch.clone)
+
+
+def fake_mode(**keys: bool) -> FakeTensorMode:
+    """Tensors without numbers, of fixed shapes: an operation whose result's shape depends on numbers is an error.
+
+    Inductor's cache of programs takes no graph without an environment for symbols, though here there are none.
+    """
+    symbols = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    return FakeTensorMode(shape_env=symbols, **keys)
 
 
 def trace(flat: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> fx.GraphModule:

@@ -17,10 +17,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch._prims_common import compute_required_storage_length
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hymo import tree
-from hymo.graph import Compile, compiled, trace, write_results
+from hymo.graph import Compile, compiled, fake_mode, trace, write_results
 from hymo.replay import replayed
 
 Program = Callable[[list[Tensor]], list[Tensor]]
@@ -110,7 +109,7 @@ def _uncompiled(flat: Callable[..., list[Tensor]], donated: int) -> Program:
 
 def _compiled(flat: Callable[..., list[Tensor]], leaves: list[Tensor], donated: int, compile: Compile) -> Program:
     # Tensors that are no arguments are constants.
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with fake_mode(allow_non_fake_inputs=True) as mode:
         inputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in leaves]
         graph = trace(flat, inputs)
         write_results(graph, donated)

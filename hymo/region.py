@@ -14,11 +14,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hymo import tree
 from hymo.exact_products import exact_products
-from hymo.graph import Compile, Run, base, compiled, compiling, results, trace
+from hymo.graph import Compile, Run, base, compiled, compiling, fake_mode, results, trace
 from hymo_kernels.primitive import define, differentiable
 
 R = TypeVar("R")
@@ -100,7 +99,7 @@ def _programs(pure: Callable[..., R], compile: Compile, build: Callable[..., Pro
 def _build_once(pure: Callable[..., Any], signature: Any, compile: Compile) -> Program:
     structure, kinds = signature
     of_result: list[Any] = []
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    with fake_mode(allow_non_fake_inputs=True) as mode:
         inputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in kinds]
         graph = trace(_flat(pure, structure, of_result), inputs)
         code = graph.code
@@ -123,7 +122,7 @@ def _flat(pure: Callable[..., Any], structure: Any, of_result: list[Any]) -> Cal
 
 def _build(pure: Callable[..., Any], signature: Any, compile: Compile) -> Program:
     structure, kinds = signature
-    with FakeTensorMode() as mode:
+    with fake_mode() as mode:
         inputs = [
             torch.empty(shape, dtype=dtype, device=device, requires_grad=dtype.is_floating_point)
             for shape, dtype, device in kinds

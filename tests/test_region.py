@@ -1,7 +1,11 @@
 """A region is its function: the same values and gradients, traced and compiled once for all calls of one signature."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -220,3 +224,37 @@ def test_no_gradient_of_an_expert_is_stored_in_fp32(micro: int, monkeypatch: pyt
     assert len(graphs) == micro
     assert unfused(graphs[-1]) == set()
     assert unfused(graphs_of_a_step(lend=keep)[-1])
+
+
+PROGRAM = """
+import torch
+from torch._dynamo.utils import counters
+from hymo.jit import jit
+from hymo.region import once, region
+{before}
+layer = region(lambda x: torch.tanh(x) * 2, compile="inductor")
+part = once(lambda p, x: torch.func.grad(lambda p: layer(p * x).sum())(p), compile="inductor")
+step = jit(lambda p, x: (p - part(p, x) - part(x, p), x.sum()), donate=True)
+step(torch.ones(3), torch.ones(3))
+print(counters["inductor"]["fxgraph_cache_miss"], counters["inductor"]["fxgraph_cache_hit"],
+      counters["inductor"]["fxgraph_cache_bypass"])
+"""
+
+
+@pytest.mark.heavy
+def test_a_second_process_finds_all_that_the_first_compiled(tmp_path: Path) -> None:
+    """Whatever regions it makes before: a warm start is a trace and nothing else."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    other = "region(lambda x: x.cos(), compile='aot_eager')(torch.ones(5))"
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", PROGRAM.format(before=before)],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        ).stdout.split()
+        for before in ("", other)
+    ]
+    assert found == [["4", "0", "0"], ["0", "4", "0"]]
