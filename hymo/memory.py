@@ -102,8 +102,8 @@ def _moments_of_a_step(config: HyMoConfig, ranks: int) -> list[Moment]:
         ends = _ends(config, kinds)
         logits = _logits(config)
     layers = [kinds["mla" if index in config.model.mla_layers else "gdn"] for index in range(config.model.n_layers)]
-    blocks = [_gradient(config, block, ranks) for block in spec.blocks]
-    whole = _gradient(config, spec, ranks)
+    blocks = [gradient_bytes(config, block, ranks) for block in spec.blocks]
+    whole = gradient_bytes(config, spec, ranks)
     summed = 4 * count(spec) // ranks if config.training.gradient_accumulation_steps > 1 else 0
 
     kept = ends.kept + sum(layer.kept for layer in layers)
@@ -116,7 +116,7 @@ def _moments_of_a_step(config: HyMoConfig, ranks: int) -> list[Moment]:
     return moments
 
 
-def _gradient(config: HyMoConfig, spec: Any, ranks: int) -> int:
+def gradient_bytes(config: HyMoConfig, spec: Any, ranks: int) -> int:
     """Bytes of a gradient on one rank. Inductor converts an expert's where it is used, if it is not for other ranks."""
     narrow = 4 - _dtype(config).itemsize if config.training.compile == "inductor" and ranks == 1 else 0
     return (4 * count(spec) - narrow * _count(spec, ("expert",))) // ranks

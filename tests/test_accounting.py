@@ -27,7 +27,7 @@ from hymo.config import HyMoConfig, ModelConfig, derive_config
 from hymo.config_yaml import load_config
 from hymo.footprint import Ledger, footprint
 from hymo.jit import Compile, jit
-from hymo.memory import step_memory
+from hymo.memory import gradient_bytes, step_memory
 from hymo.model import forward, model_spec
 from hymo.optim import build_optimizer
 from hymo.params import abstract, count, initialize, partition
@@ -231,6 +231,24 @@ def measured_peak(f: Callable[[], object]) -> int:
         live += event.nbytes()
         peak = max(peak, live)
     return peak
+
+
+@pytest.mark.parametrize(
+    ("precision", "compile", "ranks", "size"),
+    [
+        ("bfloat16", "inductor", 1, 2),
+        ("float32", "inductor", 1, 4),
+        ("bfloat16", "aot_eager", 1, 4),
+        ("bfloat16", "inductor", 2, 4),
+    ],
+)
+def test_an_experts_gradient_is_as_narrow_as_a_compiled_step_leaves_it(
+    precision: str, compile: str, ranks: int, size: int
+) -> None:
+    config = derive_config(load_config(CONFIGS / "hymo_750m.yaml"), training={"precision": precision, "compile": compile})
+    spec = model_spec(config.model)
+    experts = count(spec, "expert")
+    assert gradient_bytes(config, spec, ranks) == (4 * (count(spec) - experts) + size * experts) // ranks
 
 
 def test_moments_are_those_that_the_optimiser_makes() -> None:
