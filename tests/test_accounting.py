@@ -245,7 +245,8 @@ def measured_peak(f: Callable[[], object]) -> int:
 def test_an_experts_gradient_is_as_narrow_as_a_compiled_step_leaves_it(
     precision: str, compile: str, ranks: int, size: int
 ) -> None:
-    config = derive_config(load_config(CONFIGS / "hymo_750m.yaml"), training={"precision": precision, "compile": compile})
+    config = load_config(CONFIGS / "hymo_750m.yaml")
+    config = derive_config(config, training={"precision": precision, "compile": compile})
     spec = model_spec(config.model)
     experts = count(spec, "expert")
     assert gradient_bytes(config, spec, ranks) == (4 * (count(spec) - experts) + size * experts) // ranks
