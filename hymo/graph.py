@@ -1,9 +1,10 @@
 """Graphs: what a function does, traced once, and the program that inductor makes of it.
 
-All that hymo uses of torch's private compiler is here and in `hymo.region`, which cuts a graph in two: the tracer and
-the functional tensors of AOTAutograd, inductor's passes, and inductor itself.
+What traces and compiles of torch's private compiler is here and in `hymo.region`, which cuts a graph in two: the tracer
+and the functional tensors of AOTAutograd, inductor's passes, and inductor itself.
 """
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -76,7 +77,10 @@ def trace(flat: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> fx
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """What is traced may ask `torch.compiler.iscompiling()` whether there are numbers to read."""
+    """What is traced may ask `torch.compiler.is_compiling()` whether there are numbers to read.
+
+    Other threads that ask meanwhile are told the same.
+    """
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -119,7 +123,7 @@ def _source(node: fx.Node) -> tuple[fx.Node, bool]:
     """The last node that all of a value comes from alone, and whether it is looked at in another way on its way."""
     is_viewed = False
     while len(node.all_input_nodes) == 1:
-        is_viewed |= isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+        is_viewed |= _is_view(node)
         (node,) = node.all_input_nodes
     return node, is_viewed
 
@@ -127,10 +131,19 @@ def _source(node: fx.Node) -> tuple[fx.Node, bool]:
 def base(node: fx.Node) -> tuple[fx.Node, list[fx.Node]]:
     """What a node is a view of, and the views that lead to it."""
     views: list[fx.Node] = []
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view and isinstance(node.args[0], fx.Node):
+    while node.args and isinstance(source := node.args[0], fx.Node) and (_is_view(node) or _is_part(node, source)):
         views.insert(0, node)
-        node = node.args[0]
+        node = source
     return node, views
+
+
+def _is_view(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def _is_part(node: fx.Node, source: fx.Node) -> bool:
+    """Whether a node is one of several views."""
+    return node.target is operator.getitem and _is_view(source)
 
 
 def results(graph: fx.GraphModule) -> list[Any]:

@@ -16,11 +16,10 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._prims_common import compute_required_storage_length
 
 from hymo import tree
 from hymo.graph import Compile, compiled, fake_mode, trace, write_results
-from hymo.replay import replayed
+from hymo.replay import copied, replayed
 
 Program = Callable[[list[Tensor]], list[Tensor]]
 R = TypeVar("R")
@@ -137,7 +136,7 @@ def _apart(leaves: list[Tensor], donated: int) -> list[Tensor]:
         return leaves
     for i, leaf in enumerate(leaves):
         place = _storage(leaf)
-        apart.append(_copied(leaf) if place in taken else leaf)
+        apart.append(copied(leaf) if place in taken else leaf)
         if i < donated:
             taken.add(place)
     return apart
@@ -145,12 +144,6 @@ def _apart(leaves: list[Tensor], donated: int) -> list[Tensor]:
 
 def _storage(x: Tensor) -> int:
     return x.untyped_storage().data_ptr()
-
-
-def _copied(x: Tensor) -> Tensor:
-    """The same numbers with the same strides, which a clone of elements that lie upon each other would not have."""
-    length = compute_required_storage_length(x.shape, x.stride(), 0)
-    return x.as_strided((length,), (1,)).clone().as_strided(x.shape, x.stride())
 
 
 def _require_tensors(args: tuple[Any, ...], leaves: list[Any]) -> None:

@@ -62,7 +62,7 @@ def region(pure: Callable[..., R], *, compile: Compile) -> Callable[..., R]:
 
     Args:
         pure: a function of trees of tensors that returns a tree of tensors, none of them a view of an argument; every
-            floating-point leaf may want a gradient. Closures are constants.
+            floating-point leaf may want a gradient. Closures are constants, and no tensors.
         compile: as in `jit`; `none` is `pure` itself.
     """
     return pure if compile == "none" else _programs(pure, compile, _build)
@@ -243,7 +243,8 @@ def _operation(name: str, run: Run, given: list[Tensor], made: list[Any]) -> Cal
         found = run(placed)
         outputs = [(found[i], like) for i, like in likes]
         if not copied:
-            copied.extend(_to_copy(inputs, outputs))
+            # Also where what was given lies otherwise this time, and a copy of it is given back.
+            copied.extend(_to_copy([*inputs, *placed], outputs))
         return [_placed(x, like) if copy else x for (x, like), copy in zip(outputs, copied, strict=True)]
 
     def fake(inputs: list[Tensor]) -> list[Tensor]:

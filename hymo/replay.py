@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._prims_common import compute_required_storage_length
 
 Run = Callable[[list[Tensor]], list[Tensor]]
 
@@ -56,7 +57,7 @@ def replayed(program: Run, fixed: int) -> Run:
             recording = None
             recording = record(program, leaves, fixed)
         for own, given in zip(recording.given, leaves[fixed:], strict=True):
-            own.copy_(given)
+            _line(own).copy_(_line(given))
         recording.graph.replay()
         return leaves[:fixed] + [result.clone() for result in recording.results]
 
@@ -65,12 +66,22 @@ def replayed(program: Run, fixed: int) -> Run:
 
 def record(program: Run, leaves: Sequence[Tensor], fixed: int) -> Recording:
     """What `program` launches for these arguments; nothing runs."""
-    kept, given = list(leaves[:fixed]), [leaf.clone() for leaf in leaves[fixed:]]
+    kept, given = list(leaves[:fixed]), [copied(leaf) for leaf in leaves[fixed:]]
     graph = torch.cuda.CUDAGraph()
     # Other threads go on meanwhile: they read batches and write checkpoints.
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         results = program(kept + given)
     return Recording(_places(kept), given, results[fixed:], graph)
+
+
+def copied(x: Tensor) -> Tensor:
+    """The same numbers with the same strides, which a clone of elements that lie upon each other would not have."""
+    return _line(x).clone().as_strided(x.shape, x.stride(), 0)
+
+
+def _line(x: Tensor) -> Tensor:
+    """The memory from a tensor's first element to its last."""
+    return x.as_strided((compute_required_storage_length(x.shape, x.stride(), 0),), (1,))
 
 
 def _places(leaves: Sequence[Tensor]) -> tuple[int, ...]:

@@ -15,7 +15,7 @@ from hymo.distributed import ALONE, Ranks
 from hymo.layers.moe import Load, MoeParams, rebalance
 from hymo.loss import Losses, label_counts, loss
 from hymo.model import Block, ModelParams
-from hymo.optim import GradientTransform, apply_updates, build_schedule, clip, learning_rates
+from hymo.optim import LARGEST_NORM, GradientTransform, apply_updates, build_schedule, clip, learning_rates
 from hymo.optim.stacks import Stacks
 from hymo.params import partition
 
@@ -149,8 +149,9 @@ def train_step(
 ) -> tuple[TrainState, Metrics]:
     """One step: gradient, clipping, update, router balance.
 
-    If loss or gradient is not finite nothing moves but the counters: parameters, moments and balance stay as they are.
-    Loss and norm are those of all ranks, so that all find the same.
+    If loss or gradient is not finite, or the gradient is not clipped below `LARGEST_NORM`, nothing moves but the
+    counters: parameters, moments and balance stay as they are. Loss and norm are those of all ranks, so that all find
+    the same.
 
     Args:
         state: as `init_train_state` makes it for `backend`.
@@ -167,7 +168,8 @@ def train_step(
     trainable, buffers = partition(spec, state.params)
     grads = stacks.join(of_parts)
     norm = ranks.norm(grads)
-    finite = torch.isfinite(norm) & torch.isfinite(value)
+    # Beyond that the optimiser would overflow.
+    finite = torch.isfinite(value) & torch.isfinite(norm) & (norm.clamp(max=cfg.training.grad_clip) < LARGEST_NORM)
 
     clipped = clip(grads, norm, cfg.training.grad_clip)
     updates, after = optimizer.update(clipped, state.optimizer, trainable, state.step)

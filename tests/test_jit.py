@@ -99,6 +99,7 @@ OF_OLD_VALUES: dict[str, Callable[[Any], Any]] = {
     "exchanged, as good as": lambda p: ((p[1] * 1, p[0] + 0), p[0] * 1),
     "views of themselves": lambda p: ((p[0].T, p[1].flip(0)), p[0], p[1][0]),
     "one stays": lambda p: ((p[0], p[0] + p[1]), p[1].T, p[0]),
+    "parts of themselves": lambda p: ((p[0] + 1, p[1] * 2), p[0].chunk(2)[0], p[1].unbind()[1], p[0].split(1)[0].T),
     "given back too": lambda p: (((new := p[0] + 1), p[1] * 2), new, new.T, p[1]),
 }
 with_inductor = pytest.mark.parametrize("mode", [*MODES, pytest.param("inductor", marks=pytest.mark.heavy)])

@@ -153,6 +153,14 @@ def test_a_step_of_regions_and_stacks_is_the_step(compile: Any) -> None:
             assert (found - x).norm() <= 1e-3 * x.norm() + 1e-6, (name, path)
 
 
+def test_a_gradient_that_is_the_one_given_is_a_tensor_of_its_own() -> None:
+    """Also if the first one given lay otherwise and was copied."""
+    _, pull = torch.func.vjp(region(lambda a, b: a + b, compile="aot_eager"), torch.ones(2, 3), torch.ones(2, 3))
+    for given in (torch.ones(()).expand(2, 3), torch.ones(2, 3)):
+        places = {x.untyped_storage().data_ptr() for x in (given, *pull(given))}
+        assert len(places) == 3
+
+
 def test_a_region_is_called_by_what_it_does() -> None:
     """A program is found in a cache by the names that it calls, whatever regions were made before."""
     layers, x = inputs(1)

@@ -32,8 +32,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     made: list[Recording] = []
 
     def record(program: Run, leaves: Sequence[Tensor], fixed: int) -> Recording:
-        kept, given = list(leaves[:fixed]), [leaf.clone() for leaf in leaves[fixed:]]
-        results = [torch.empty_like(x) for x in program([x.clone() for x in leaves])[fixed:]]
+        kept, given = list(leaves[:fixed]), [replay.copied(leaf) for leaf in leaves[fixed:]]
+        results = [torch.empty_like(x) for x in program([replay.copied(x) for x in leaves])[fixed:]]
         tape: Any = Tape(program, kept, given, results)
         made.append(Recording(tuple(leaf.data_ptr() for leaf in kept), given, results, tape))
         return made[-1]
@@ -59,6 +59,24 @@ def test_the_second_call_records_and_later_ones_replay(recorded: list[Recording]
     assert total.tolist() == [10.0, 10.0]
     # Each call's results are its own, and stay.
     assert [float(x[0]) for x in results] == [1.0, 6.0, 18.0, 40.0]
+
+
+@pytest.mark.parametrize("place", ["slice", "expanded", "transposed"])
+def test_what_is_given_is_replayed_with_the_strides_it_has(recorded: list[Recording], place: str) -> None:
+    """A program is compiled for strides."""
+    lie = {"slice": lambda x: x[:, :-1], "expanded": lambda x: x[:, :1].expand(3, 4), "transposed": lambda x: x.T}[
+        place
+    ]
+    seen, given = set(), [lie(torch.arange(12.0).view(3, 4) + i) for i in range(4)]
+
+    def program(leaves: list[Tensor]) -> list[Tensor]:
+        seen.add(leaves[0].stride())
+        return [leaves[0] * 2]
+
+    run = replayed(program, 0)
+    for x in given:
+        assert torch.equal(run([x])[0], x * 2)
+    assert seen == {given[0].stride()}
 
 
 def test_an_argument_that_has_moved_is_recorded_anew(recorded: list[Recording]) -> None:

@@ -223,6 +223,25 @@ def test_nothing_is_compiled_after_the_first_step_and_the_first_evaluation(
     torch.testing.assert_close(after, token_nats(state.params, batch, cfg=parts.cfg.model), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("clip", [1.0, float("inf")])
+def test_a_gradient_that_overflows_the_optimiser_moves_nothing(clip: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its norm is finite, its fourth power is not; clipped, it is a gradient like others."""
+
+    def steep(*args: Any, **keys: Any) -> Any:
+        grads, value, losses = gradients(*args, **keys)
+        return tree.map(lambda x: x * 1e11, grads), value, losses
+
+    monkeypatch.setattr(import_module("hymo.step"), "gradients", steep)
+    parts = setup(smallest_config(training={"grad_clip": clip}))
+    before, after = parts.state(), parts.state()
+    after, metrics = parts.step("none")(after, micro_batches(parts.cfg, 0))
+    assert metrics.grad_norm.isfinite()
+    assert metrics.finite == (clip == 1.0)
+    assert all(leaf.isfinite().all() for leaf in tree.leaves(after))
+    moved = [not torch.equal(a, b) for a, b in zip(tree.leaves(after.params), tree.leaves(before.params), strict=True)]
+    assert any(moved) == (clip == 1.0)
+
+
 def test_a_compiled_step_skips_what_is_not_finite(compiled: tuple[Setup, Callable[..., Any]]) -> None:
     parts, step = compiled
     state, _ = run(step, parts, 1)

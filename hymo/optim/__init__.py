@@ -9,11 +9,12 @@ from hymo.optim.groups import (
     group_table,
     learning_rates,
 )
-from hymo.optim.normuon import POLAR_EXPRESS, QUINTIC, NormuonState, orthogonalize, scale_by_normuon
+from hymo.optim.normuon import LARGEST_NORM, POLAR_EXPRESS, QUINTIC, NormuonState, orthogonalize, scale_by_normuon
 from hymo.optim.schedule import LearningRateState, scale_by_learning_rate, wsd
 from hymo.optim.transform import GradientTransform, Group, apply_updates, by_group, chain, clip
 
 __all__ = [
+    "LARGEST_NORM",
     "POLAR_EXPRESS",
     "QUINTIC",
     "AdamState",

@@ -37,6 +37,9 @@ POLAR_EXPRESS: Coefficients = (
 
 Source: Amsel et al. 2025, arXiv:2505.16932; digits as in https://github.com/KellerJordan/modded-nanogpt."""
 
+LARGEST_NORM = 1e9
+"""Of a gradient: squares of squares of what is orthogonalised must be numbers that fp32 and bf16 hold."""
+
 
 class NormuonState(NamedTuple):
     """What NorMuon remembers."""
@@ -120,7 +123,7 @@ def orthogonalize(
     rounds it to `dtype`, and no reduction is in the way of what else is made of x there.
 
     Args:
-        x: of norms below 1e9, whose fourth powers `dtype` holds.
+        x: of norms below `LARGEST_NORM`, whose fourth powers `dtype` holds.
         coefficients: (a, b, c) of each iteration, at least one.
         dtype: of the iteration, by default that of x.
     """
