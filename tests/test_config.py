@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import Field, FrozenInstanceError, fields, replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -147,15 +148,11 @@ def test_a_number_of_any_size_is_a_configuration_or_one_line(name: str, number: 
         assert len(str(error.value)) < 200
 
 
-# By default every pair of compiler, rule and shape; all three at once are heavy.
+# By default every compiler, rule and shape; what else they can be together is heavy.
+BY_DEFAULT = [("none", "gated_delta", 1), ("aot_eager", "gated_delta", 2**24), ("inductor", "gated_linear", 2**24)]
 LARGEST = [
-    pytest.param(*kind, marks=[pytest.mark.heavy] if places % 2 else [])
-    for kind, places in (
-        ((compile, rule, rows), i + j + k)
-        for i, compile in enumerate(("none", "aot_eager", "inductor"))
-        for j, rule in enumerate(("gated_delta", "gated_linear"))
-        for k, rows in enumerate((1, 2**24))
-    )
+    pytest.param(*kind, marks=[] if kind in BY_DEFAULT else [pytest.mark.heavy])
+    for kind in product(("none", "aot_eager", "inductor"), ("gated_delta", "gated_linear"), (1, 2**24))
 ]
 
 

@@ -207,7 +207,7 @@ def pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in target.tags or target.overloadpacket is torch.ops.aten.lerp
 
 
-@pytest.mark.parametrize("micro", [1, 2])
+@pytest.mark.parametrize("micro", [1, pytest.param(2, marks=pytest.mark.heavy)])
 def test_no_gradient_of_an_expert_is_stored_in_fp32(micro: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm, update and the sum over micro-batches convert what a region gives back where they read it."""
     training = {"gradient_accumulation_steps": micro, "precision": "bfloat16"}

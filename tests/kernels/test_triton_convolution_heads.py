@@ -33,10 +33,11 @@ GPU_CASES = [
 USUAL = Case(3, 300, (2, 64), (4, 64), 8, lengths=(100, 200))
 
 
-def test_interpreted_kernels_equal_the_definition() -> None:
+@pytest.mark.parametrize("part", ["kernels", pytest.param("surrounds", marks=pytest.mark.heavy)])
+def test_interpreted_kernels_equal_the_definition(part: str) -> None:
     pytest.importorskip("triton", reason="Triton is an extra")
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "convolution_heads_cases.py")]
+    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "convolution_heads_cases.py"), part]
     done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
 
