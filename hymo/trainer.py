@@ -153,7 +153,7 @@ class Trainer:
 
         Of several ranks, this one's part.
         """
-        # As tensors of their own, for whoever traces them: of a view the whole stack would be looked at.
+        # Detached: whoever looks for the base of a view would find the whole stack.
         return tree.map(torch.Tensor.detach, self._stacks.split(self._joined))
 
     @property

@@ -226,7 +226,7 @@ def fused_backward_kernel(
             mbarrier.wait(warm, step & 1)
             if not FULL:
                 if left < C:
-                    clear_all(qt, kt, dot, A_tile, P_tile, left, C, D, D, LINES)
+                    clear_all(qt, kt, dot, A_tile, P_tile, left, C, D, LINES)
             none = gl.zeros([C, D], gl.float32, WIDE)
             d_write = warpgroup_mma(kt, dS_tile, none, use_acc=False)
             d_write = warpgroup_mma(P_tile.permute([1, 0]), dot, (w * ku)[:, None] * d_write)
@@ -316,7 +316,7 @@ def fused_backward_kernel(
             mbarrier.wait(matrices, step & 1)
             if not FULL:
                 if left < C:
-                    clear_all(qt, kt, dot, A_tile, P_tile, left, C, D, D, LINES)
+                    clear_all(qt, kt, dot, A_tile, P_tile, left, C, D, LINES)
             none = gl.zeros([C, D], gl.float32, WIDE)
             d_write = warpgroup_mma(kt, dS_tile, none, use_acc=False, is_async=True)
             kS = warpgroup_mma(kt, S_tile, none, use_acc=False, is_async=True)

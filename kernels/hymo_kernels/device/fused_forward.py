@@ -1,7 +1,6 @@
-"""Gated delta rule, forward on Hopper: one program carries a head's state, or some of its columns, through its chunks.
+"""Gated delta rule, forward on Hopper: one program carries a head's whole state through its chunks.
 
-The equations are those of `forward.py`; the form is that of `fused_backward.py`. Columns of the state do not know of
-each other: programs that share a head read its keys, queries and squares again and nothing else twice.
+The equations are those of `forward.py`; the form is that of `fused_backward.py`.
 """
 
 import triton.experimental.gluon as gluon
@@ -62,8 +61,6 @@ def fused_forward_kernel(
     HV: gl.constexpr,
     D: gl.constexpr,
     C: gl.constexpr,
-    V: gl.constexpr,  # value features of a program
-    WARPS: gl.constexpr,
     PACKED: gl.constexpr,
     FULL: gl.constexpr,  # no chunk is cut short
     HAS_START: gl.constexpr,
@@ -72,24 +69,20 @@ def fused_forward_kernel(
     KEEP_END: gl.constexpr,
 ):
     dtype: gl.constexpr = q.dtype
-    groups: gl.constexpr = WARPS // 4
-    high: gl.constexpr = D // 64 if groups > D // 64 else groups  # warp groups that a state's rows are spread over
-    wide: gl.constexpr = groups // high
-    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, groups], [16, V // groups, 16])  # [C, V]
-    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * high, wide], [16, V // wide, 16])  # [D, V]
+    high: gl.constexpr = D // 64  # warp groups that a state's rows are spread over
+    WIDE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])  # [C, D]
+    STATE: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4 * high, 2 // high], [16, D * high // 2, 16])  # [D, D]
     ROW: gl.constexpr = gl.SliceLayout(1, WIDE)
-    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    LINES: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [8, 1], [1, 0])
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     TILE: gl.constexpr = q.layout
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    COPIED: gl.constexpr = (C * D + C * V + C * C + (C * D + C * C) * READ_OUT) * 2  # bytes a chunk
+    COPIED: gl.constexpr = (2 * C * D + C * C + (C * D + C * C) * READ_OUT) * 2  # bytes a chunk
 
     program = gl.program_id(0).to(gl.int64)
-    pieces: gl.constexpr = D // V
-    first_value = (program % pieces * V).to(gl.int32)
-    hv = program // pieces % HV
-    part = (program // (pieces * HV) % segments).to(gl.int32)
-    n = program // (pieces * HV * segments)
+    hv = program % HV
+    part = (program // HV % segments).to(gl.int32)
+    n = program // (HV * segments)
     head = hv // (HV // H)
     batch, first, length, slot = sequence(n, cu_seqlens, T, sequences, C, PACKED)
     chunks = (length + C - 1) // C
@@ -107,11 +100,11 @@ def fused_forward_kernel(
         square_row = row.to(gl.int32)
         state_row = (place * D).to(gl.int32)
         key_column = (head * D).to(gl.int32)
-        value_column = (hv * D).to(gl.int32) + first_value
+        value_column = (hv * D).to(gl.int32)
 
         q_tiles = gl.allocate_shared_memory(dtype, [2, C, D], TILE)
         k_tiles = gl.allocate_shared_memory(dtype, [2, C, D], TILE)
-        v_tiles = gl.allocate_shared_memory(dtype, [2, C, V], TILE)
+        v_tiles = gl.allocate_shared_memory(dtype, [2, C, D], TILE)
         A_tiles = gl.allocate_shared_memory(dtype, [2, C, C], TILE)
         P_tiles = gl.allocate_shared_memory(dtype, [2, C, C], TILE)
         totals = gl.allocate_shared_memory(gl.float32, [2, C], FLAT)
@@ -119,10 +112,10 @@ def fused_forward_kernel(
         q_units = gl.allocate_shared_memory(gl.float32, [2, C], FLAT)
         k_units = gl.allocate_shared_memory(gl.float32, [2, C], FLAT)
         resets = gl.allocate_shared_memory(gl.int32, [2, C], FLAT)
-        S_tile = gl.allocate_shared_memory(dtype, [D, V], TILE)
-        work = gl.allocate_shared_memory(dtype, [C, V], TILE)
-        weighted = gl.allocate_shared_memory(dtype, [C, V], TILE)
-        output = gl.allocate_shared_memory(dtype, [C, V], TILE)
+        S_tile = gl.allocate_shared_memory(dtype, [D, D], TILE)
+        work = gl.allocate_shared_memory(dtype, [C, D], TILE)
+        weighted = gl.allocate_shared_memory(dtype, [C, D], TILE)
+        output = gl.allocate_shared_memory(dtype, [C, D], TILE)
         arrived = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
         mbarrier.init(arrived.index(0), count=1)
         mbarrier.init(arrived.index(1), count=1)
@@ -130,9 +123,9 @@ def fused_forward_kernel(
         barrier()
 
         early = chunks_to_forget(forget + place, begin, threshold, chunks, True, ONE)
-        S = gl.zeros([D, V], gl.float32, STATE)
+        S = gl.zeros([D, D], gl.float32, STATE)
         feature = gl.arange(0, D, gl.SliceLayout(1, STATE))
-        column = first_value + gl.arange(0, V, gl.SliceLayout(0, STATE))
+        column = gl.arange(0, D, gl.SliceLayout(0, STATE))
         if HAS_START:
             if begin == early:
                 start_state += n * stride_sn + hv * stride_sh
@@ -211,13 +204,13 @@ def fused_forward_kernel(
             mbarrier.wait(arrived.index(here), (step // 2) & 1)
             if not FULL:
                 if left < C:
-                    clear_all(qt, kt, vt, A_tile, P_tile, left, C, D, V, LINES)
+                    clear_all(qt, kt, vt, A_tile, P_tile, left, C, D, LINES)
             barrier()
             if KEEP_STATES:
                 if own:
-                    tile_out(states, [state_row + chunk * D, first_value], S_tile)
+                    tile_out(states, [state_row + chunk * D, 0], S_tile)
 
-            none = gl.zeros([C, V], gl.float32, WIDE)
+            none = gl.zeros([C, D], gl.float32, WIDE)
             kS = warpgroup_mma(kt, S_tile, none, use_acc=False, is_async=True)
             read = none
             if READ_OUT:
@@ -252,7 +245,7 @@ def fused_forward_kernel(
                         tile_out(o, [at, value_column], output)
                     else:
                         if left < C:
-                            write_rows(o_rows, output.load(LINES), at, value_column, left, HV * D, FULL, C, V, LINES)
+                            write_rows(o_rows, output.load(LINES), at, value_column, left, HV * D, FULL, C, D, LINES)
                         else:
                             tile_out(o, [at, value_column], output)
             S = warpgroup_mma_wait(0, deps=[S])

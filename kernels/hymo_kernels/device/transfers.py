@@ -27,11 +27,11 @@ def seen_as(tile, rows: gl.constexpr, columns: gl.constexpr):
 
 
 @gluon.jit
-def clear_all(q, k, v, A, P, left, C: gl.constexpr, D: gl.constexpr, V: gl.constexpr, LAYOUT: gl.constexpr):
+def clear_all(q, k, do, A, P, left, C: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """What follows the sequence is another's: it must not be multiplied, not even by 0."""
     clear(q, left, C, D, LAYOUT)
     clear(k, left, C, D, LAYOUT)
-    clear(v, left, C, V, LAYOUT)
+    clear(do, left, C, D, LAYOUT)
     clear(A, left, C, C, LAYOUT)
     clear(P, left, C, C, LAYOUT)
     fence_async_shared()

@@ -170,8 +170,6 @@ def scan(
         HV=shape.hv,
         D=shape.k,
         C=CHUNK,
-        V=shape.v,
-        WARPS=8,
         PACKED=shape.packed,
         FULL=not shape.packed and shape.t % CHUNK == 0,
         HAS_START=start is not None,
