@@ -4,6 +4,7 @@ On a GPU: `benchmarks/scan.py --impl hymo eager fla flashqla --shape 1x32768x32x
 and beta. All implementations take turns, with the L2 cache overwritten before each run; a time is the median of CUDA
 events, with the GPU kept busy while the host launches (`--host` waits for launches, as `triton.testing.do_bench` does).
 What peers compile at their first call is compiled by many processes before (`peers.py`) and is no part of any time.
+"hymo-states" leaves the backward the states of the forward, as the model's layers do, where "hymo" makes them again.
 On a CPU: `benchmarks/scan.py --impl chunk recurrent --shape 8x512x2x32x32`; read the ratios, not the milliseconds.
 
 The bound of "% bound" is what no program can go below: inputs and outputs moved once at 4.3 TB/s, or the products of
@@ -65,6 +66,7 @@ def flashqla() -> Rule:
 
 IMPLEMENTATIONS: dict[str, Callable[[], Rule]] = {
     "hymo": lambda: partial(chunk_gated_delta_rule, backend="triton"),
+    "hymo-states": lambda: partial(chunk_gated_delta_rule, backend="triton", keep_states=True),
     "eager": lambda: partial(chunk_gated_delta_rule, backend="eager"),
     "fla": fla,
     "flashqla": flashqla,
@@ -274,10 +276,10 @@ def on_gpu(options: argparse.Namespace, say: Callable[[str], None]) -> None:
             try:
                 found = errors(both(rule, x, d_o, inside), want)
                 works[name] = rule
-                say(f"  {name:>9}  " + "  ".join(f"{quantity} {error:.1e}" for quantity, error in found.items()))
+                say(f"  {name:>11}  " + "  ".join(f"{quantity} {error:.1e}" for quantity, error in found.items()))
             except Exception as error:
                 torch.cuda.empty_cache()
-                say(f"  {name:>9}  does not run: {type(error).__name__}: {first_line(error)}")
+                say(f"  {name:>11}  does not run: {type(error).__name__}: {first_line(error)}")
         del want, exact
         timed = partial(interleaved, rounds=options.runs, host=options.host)
         once = timed({name: partial(forward, rule, x, inside) for name, rule in works.items()})
@@ -289,7 +291,7 @@ def on_gpu(options: argparse.Namespace, say: Callable[[str], None]) -> None:
     for text in options.first_calls:
         say(f"\n{text}: seconds (kernels compiled) of the first forward + backward, then with T / 2, T - 37, B + 1")
         for name in rules:
-            say(f"  {name:>9}  {in_a_fresh_process(name, text, options.norm)}")
+            say(f"  {name:>11}  {in_a_fresh_process(name, text, options.norm)}")
 
 
 def rows(
@@ -303,8 +305,8 @@ def rows(
     """One line an implementation and pass, against the first one."""
     ahead, back = costs(shape)
     whole = Cost(ahead.bytes + back.bytes, ahead.flops + back.flops)
-    titles = ("pass", "impl", "ms", "ratio", "GB/s", "TFLOP/s", "% bound", "peak MiB")
-    say("  " + " ".join(f"{title:>9}" for title in titles))
+    titles = ("ms", "ratio", "GB/s", "TFLOP/s", "% bound", "peak MiB")
+    say(f"  {'pass':>9} {'impl':>11} " + " ".join(f"{title:>9}" for title in titles))
     for label, times, cost, bound in (
         ("fwd", once, ahead, ahead.seconds()),
         ("fwd+bwd", twice, whole, ahead.seconds() + back.seconds()),
@@ -312,7 +314,7 @@ def rows(
         for name, ms in times.items():
             speed = f"{cost.bytes / ms / 1e6:9.0f} {cost.flops / ms / 1e9:9.1f} {1e5 * bound / ms:9.1f}"
             peak = f"{peaks[name]:9.0f}" if label == "fwd+bwd" else ""
-            say(f"  {label:>9} {name:>9} {ms:9.3f} {ms / next(iter(times.values())):9.2f} {speed} {peak}".rstrip())
+            say(f"  {label:>9} {name:>11} {ms:9.3f} {ms / next(iter(times.values())):9.2f} {speed} {peak}".rstrip())
 
 
 # CPU
@@ -365,7 +367,7 @@ def on_cpu(options: argparse.Namespace, say: Callable[[str], None]) -> None:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    kinds = ["hymo", "eager", "fla", "flashqla"] if ON_GPU else ["chunk", "recurrent"]
+    kinds = ["hymo", "hymo-states", "eager", "fla", "flashqla"] if ON_GPU else ["chunk", "recurrent"]
     parser.add_argument("--impl", nargs="+", choices=IMPLEMENTATIONS, default=kinds, help="ratios are to the first")
     parser.add_argument("--shape", nargs="+", default=SHAPES, help="batch x time x heads x key x value")
     parser.add_argument("--runs", type=int, default=20 if ON_GPU else 7)
