@@ -20,6 +20,7 @@ from hymo_kernels.device.transfers import (
     chunks_to_forget,
     clear_all,
     copy_line,
+    piece_begin,
     sequence,
     tile_in,
     tile_out,
@@ -86,11 +87,11 @@ def fused_forward_kernel(
     head = hv // (HV // H)
     batch, first, length, slot = sequence(n, cu_seqlens, T, sequences, C, PACKED)
     chunks = (length + C - 1) // C
-    begin = gl.minimum(part * segment_chunks, chunks)
-    end = gl.minimum(begin + segment_chunks, chunks)
+    place = (batch * HV + hv) * slots + slot
+    begin = piece_begin(forget + place, part, segment_chunks, chunks, threshold, True, 1, 1)
+    end = piece_begin(forget + place, part + 1, segment_chunks, chunks, threshold, True, 1, 1)
     if (begin < end) | (part == 0):
         row = (batch * HV + hv) * T + first
-        place = (batch * HV + hv) * slots + slot
         total += row
         segment += row
         strength += row

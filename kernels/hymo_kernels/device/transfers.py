@@ -104,5 +104,69 @@ def chunks_to_forget(forget, edge, threshold, chunks, BACK: gl.constexpr, LAYOUT
 
 
 @gluon.jit
+def piece_begin(
+    forget,
+    part,
+    segment_chunks,
+    chunks,
+    threshold,
+    BACK: gl.constexpr,
+    OWN: gl.constexpr,
+    WALKED: gl.constexpr,
+):
+    """The chunk that piece `part` of a sequence begins with, so that the pieces on both sides of the cut end together.
+
+    One of them also walks over the chunks before the cut (BACK, the later piece) or from it on (the earlier one), until
+    they are forgotten: at a cost of WALKED each, where its own chunks cost OWN. The cut lies up to 31 chunks from
+    `part * segment_chunks`, and there if no cut is better. Programs on both sides find it from the same whole numbers.
+    """
+    FACES: gl.constexpr = gl.BlockedLayout([1, 16], [8, 4], [8, 1], [1, 0])  # [cuts, chunks walked over]
+    CUTS: gl.constexpr = gl.SliceLayout(1, FACES)
+    OVER: gl.constexpr = gl.SliceLayout(0, FACES)
+    LINE: gl.constexpr = gl.BlockedLayout([2], [32], [8], [0])
+    even = gl.minimum(part * segment_chunks, chunks)
+    begin = even
+    if (even > 0) & (even < chunks):
+        # Chunks are counted from the end that the state comes from: 64 that may be cut before, and 64 more.
+        middle = even if BACK else chunks - even
+        first = middle - 32
+        place = gl.arange(0, 64, LINE) + first
+        near = _forgets(forget, place, chunks, BACK)
+        far = _forgets(forget, place - 64, chunks, BACK)
+        # What the chunks from one up to a cut retain together is the difference of two sums.
+        near_sum = gl.associative_scan(near, 0, add) - near
+        far_sum = gl.associative_scan(far, 0, add) - far - gl.sum(far, 0)
+        bound = gl.convert_layout(near_sum, CUTS) + (threshold * 65536.0).to(gl.int32)
+        near_sum = gl.convert_layout(gl.where(place >= 0, near_sum, 1 << 30), OVER)
+        far_sum = gl.convert_layout(gl.where(place >= 64, far_sum, 1 << 30), OVER)
+        i = gl.arange(0, 64, CUTS)
+        near_kept = (near_sum[None, :] < bound[:, None]) & (gl.arange(0, 64, OVER)[None, :] < i[:, None])
+        far_kept = far_sum[None, :] < bound[:, None]
+        cut = first + i
+        walked = gl.minimum(gl.sum(near_kept.to(gl.int32) + far_kept.to(gl.int32), 1) + 1, cut)
+        shift = i - 32
+        spare = gl.maximum(segment_chunks - (chunks - even), 0)  # in the last piece
+        if BACK:
+            cost = gl.maximum(OWN * shift, WALKED * walked - OWN * (shift + spare))
+        else:
+            cost = gl.maximum(OWN * (shift - spare), WALKED * walked - OWN * shift)
+        size = gl.maximum(shift, -shift)
+        key = gl.maximum(cost, 0) * 128 + 2 * size + (shift < 0).to(gl.int32)
+        allowed = (2 * size < segment_chunks) & (size < 32) & (cut > 0) & (cut < chunks)
+        best = gl.min(gl.where(allowed, key, 1 << 30), 0) % 128
+        best = gl.where(best % 2 == 1, -(best // 2), best // 2)
+        begin = even + best if BACK else even - best
+    return begin
+
+
+@gluon.jit
+def _forgets(forget, place, chunks, BACK: gl.constexpr):
+    """Whole 65536ths of a nat, whose sums are exact; anything below any threshold is the same."""
+    at = place if BACK else chunks - 1 - place
+    x = gl.load(forget + at, mask=(place >= 0) & (place < chunks), other=0.0)
+    return (gl.minimum(gl.maximum(x, -64.0), 64.0) * 65536.0).to(gl.int32)
+
+
+@gluon.jit
 def add(a, b):
     return a + b
