@@ -19,7 +19,7 @@ class Walk(NamedTuple):
     walked: int
 
 
-FORWARD, BACKWARD = Walk(True, 1, 1), Walk(False, 4, 1)
+FORWARD, BACKWARD = Walk(True, 3, 2), Walk(False, 4, 1)
 
 
 def cuts_of(forget: list[float], length: int, walk: Walk) -> list[int]:

@@ -78,7 +78,9 @@ def fused_forward_kernel(
     ONE: gl.constexpr = gl.BlockedLayout([1], [32], [8], [0])
     TILE: gl.constexpr = q.layout
     FLAT: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    COPIED: gl.constexpr = (2 * C * D + C * C + (C * D + C * C) * READ_OUT) * 2  # bytes a chunk
+    COST: gl.constexpr = 3 if READ_OUT else 2  # of a chunk, where one that is only walked over costs 2
+    WALKED: gl.constexpr = (2 * C * D + C * C) * 2  # bytes a chunk that is not read out
+    COPIED: gl.constexpr = WALKED + (C * D + C * C) * READ_OUT * 2
 
     program = gl.program_id(0).to(gl.int64)
     hv = program % HV
@@ -88,8 +90,8 @@ def fused_forward_kernel(
     batch, first, length, slot = sequence(n, cu_seqlens, T, sequences, C, PACKED)
     chunks = (length + C - 1) // C
     place = (batch * HV + hv) * slots + slot
-    begin = piece_begin(forget + place, part, segment_chunks, chunks, threshold, True, 1, 1)
-    end = piece_begin(forget + place, part + 1, segment_chunks, chunks, threshold, True, 1, 1)
+    begin = piece_begin(forget + place, part, segment_chunks, chunks, threshold, True, COST, 2)
+    end = piece_begin(forget + place, part + 1, segment_chunks, chunks, threshold, True, COST, 2)
     if (begin < end) | (part == 0):
         row = (batch * HV + hv) * T + first
         total += row
@@ -138,13 +140,15 @@ def fused_forward_kernel(
         bar = arrived.index(0)
         at = token_row + start * C
         left = gl.where(some, length - start * C, 0)
-        mbarrier.expect(bar, COPIED, pred=some)
+        read_first = some & (early == 0)
+        mbarrier.expect(bar, COPIED, pred=read_first)
+        mbarrier.expect(bar, WALKED, pred=early > 0)
         tile_in(k, [at, key_column], bar, k_tiles.index(0), pred=some)
         tile_in(v, [at, value_column], bar, v_tiles.index(0), pred=some)
         tile_in(inverse, [square_row + start * C, 0], bar, A_tiles.index(0), pred=some)
         if READ_OUT:
-            tile_in(q, [at, key_column], bar, q_tiles.index(0), pred=some)
-            tile_in(attention, [square_row + start * C, 0], bar, P_tiles.index(0), pred=some)
+            tile_in(q, [at, key_column], bar, q_tiles.index(0), pred=read_first)
+            tile_in(attention, [square_row + start * C, 0], bar, P_tiles.index(0), pred=read_first)
         copy_line(totals.index(0), total, start, left, C, ONE)
         copy_line(betas.index(0), strength, start, left, C, ONE)
         copy_line(q_units.index(0), q_unit, start, left, C, ONE)
@@ -155,14 +159,63 @@ def fused_forward_kernel(
         G_final = gl.load(total + (start * C + final), mask=some, other=0.0)
         seg_final = gl.load(segment + (start * C + final), mask=some, other=0)
 
-        for step in tl.range(0, steps, disable_licm=True):
+        # Chunks before this program's own: only what they write.
+        for step in tl.range(0, early, disable_licm=True):
+            here = step % 2
+            ahead = start + step + 1
+            left_ahead = length - ahead * C
+            async_copy.wait_group(0)
+            barrier()
+            bar = arrived.index(1 - here)
+            at = token_row + ahead * C
+            at_row = square_row + ahead * C
+            mbarrier.expect(bar, COPIED, pred=ahead == begin)
+            mbarrier.expect(bar, WALKED, pred=ahead < begin)
+            tile_in(k, [at, key_column], bar, k_tiles.index(1 - here))
+            tile_in(v, [at, value_column], bar, v_tiles.index(1 - here))
+            tile_in(inverse, [at_row, 0], bar, A_tiles.index(1 - here))
+            if READ_OUT:
+                tile_in(q, [at, key_column], bar, q_tiles.index(1 - here), pred=ahead == begin)
+                tile_in(attention, [at_row, 0], bar, P_tiles.index(1 - here), pred=ahead == begin)
+            copy_line(totals.index(1 - here), total, ahead, left_ahead, C, ONE)
+            copy_line(betas.index(1 - here), strength, ahead, left_ahead, C, ONE)
+            copy_line(q_units.index(1 - here), q_unit, ahead, left_ahead, C, ONE)
+            copy_line(k_units.index(1 - here), k_unit, ahead, left_ahead, C, ONE)
+            copy_line(resets.index(1 - here), segment, ahead, left_ahead, C, ONE)
+            async_copy.commit_group()
+
+            S_tile.store(S.to(dtype))
+            fence_async_shared()
+            kt = k_tiles.index(here)
+            G = totals.index(here).load(ROW)
+            seg = resets.index(here).load(ROW)
+            beta = betas.index(here).load(ROW)
+            ku = k_units.index(here).load(ROW)
+            gamma = gl.where(seg == 0, gl.exp(G), 0.0)
+            w = gl.where(seg == seg_final, gl.exp(G_final - G), 0.0)
+            gamma_all = gl.where(seg_final == 0, gl.exp(G_final), 0.0)
+            final = gl.minimum(left_ahead, C) - 1
+            G_final = gl.load(total + (ahead * C + final))
+            seg_final = gl.load(segment + (ahead * C + final))
+            mbarrier.wait(arrived.index(here), (step // 2) & 1)
+            barrier()
+            none = gl.zeros([C, D], gl.float32, WIDE)
+            kS = warpgroup_mma(kt, S_tile, none, use_acc=False)
+            error = v_tiles.index(here).load(WIDE).to(gl.float32) - (gamma * ku)[:, None] * kS
+            work.store((beta[:, None] * error).to(dtype))
+            fence_async_shared()
+            write = warpgroup_mma(A_tiles.index(here), work, none, use_acc=False)
+            weighted.store(((w * ku)[:, None] * write).to(dtype))
+            fence_async_shared()
+            S = warpgroup_mma(kt.permute([1, 0]), weighted, gamma_all * S)
+
+        for step in tl.range(early, steps, disable_licm=True):
             chunk = start + step
             here = step % 2
             left = length - chunk * C
             more = step + 1 < steps
             ahead = gl.where(more, chunk + 1, chunk)
             left_ahead = length - ahead * C
-            own = chunk >= begin
             async_copy.wait_group(0)
             tma.store_wait(0)
             barrier()
@@ -208,8 +261,7 @@ def fused_forward_kernel(
                     clear_all(qt, kt, vt, A_tile, P_tile, left, C, D, LINES)
             barrier()
             if KEEP_STATES:
-                if own:
-                    tile_out(states, [state_row + chunk * D, 0], S_tile)
+                tile_out(states, [state_row + chunk * D, 0], S_tile)
 
             none = gl.zeros([C, D], gl.float32, WIDE)
             kS = warpgroup_mma(kt, S_tile, none, use_acc=False, is_async=True)
@@ -240,15 +292,14 @@ def fused_forward_kernel(
                 output.store(read.to(dtype))
                 fence_async_shared()
                 barrier()
-                if own:
-                    at = token_row + chunk * C
-                    if FULL:
-                        tile_out(o, [at, value_column], output)
+                at = token_row + chunk * C
+                if FULL:
+                    tile_out(o, [at, value_column], output)
+                else:
+                    if left < C:
+                        write_rows(o_rows, output.load(LINES), at, value_column, left, HV * D, FULL, C, D, LINES)
                     else:
-                        if left < C:
-                            write_rows(o_rows, output.load(LINES), at, value_column, left, HV * D, FULL, C, D, LINES)
-                        else:
-                            tile_out(o, [at, value_column], output)
+                        tile_out(o, [at, value_column], output)
             S = warpgroup_mma_wait(0, deps=[S])
 
         async_copy.wait_group(0)
