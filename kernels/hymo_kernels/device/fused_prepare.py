@@ -1,8 +1,8 @@
 """Gated delta rule on Hopper, what needs no state: gates, norms, and the inverse of every chunk's triangular system.
 
 What `prepare.py` computes, for keys and queries that are divided by their lengths here: then every factor of the
-inverse is bounded and half precision operands give it to 1e-3, well within the 16 bits it is kept in; to 2e-2 at worst,
-for keys that are nearly equal, beta 2 and gates that hardly fade.
+inverse is bounded and half precision operands give it to 1e-3, well within the 16 bits it is kept in; to 2e-2 to
+5e-2 at worst, for keys that hardly differ from one to the next, beta 2 and gates that hardly fade.
 
 Five programs share a multiprocessor: L lies where the keys were, P and A where the queries were, and the gates enter
 once, as exponents of 2, by halves of the columns, for 96 registers hold no more. What is inverted is gated already.
