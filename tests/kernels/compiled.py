@@ -89,27 +89,32 @@ def form_of(launch: Launch) -> Form:
     return form
 
 
-def assert_compiles(launches: list[Launch], capability: int) -> None:
-    """Each different kernel becomes machine code: soon, right, and within the card's shared memory."""
+def compiled(kernel: Any, form: Form, capability: int) -> Any:
+    """What Triton makes of a kernel in one form."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    source_of = GluonASTSource if kernel.is_gluon() else ASTSource
+    source = source_of(fn=kernel, signature=form.signature, constexprs=form.constants, attrs=form.hints)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=form.options)
+
+
+def assert_compiles(launches: list[Launch], capability: int) -> None:
+    """Each different kernel becomes machine code: soon, right, and within the card's shared memory."""
     seen = set()
     for launch in launches:
         kernel, form = launch.kernel, form_of(launch)
         if str(form) in seen:
             continue
         seen.add(str(form))
-        source_of = GluonASTSource if kernel.is_gluon() else ASTSource
-        source = source_of(fn=kernel, signature=form.signature, constexprs=form.constants, attrs=form.hints)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=form.options)
-        assert compiled.metadata.shared <= SHARED_MEMORY[capability], (kernel.__name__, compiled.metadata.shared)
-        instructions = sum(line.rstrip().endswith(";") for line in compiled.asm["ptx"].splitlines())
-        assert instructions <= INSTRUCTIONS, (kernel.__name__, options, instructions)
-        assert not kept_operands(compiled.asm["ptx"]), (kernel.__name__, options)
-        assert compiled.asm["cubin"]
+        made = compiled(kernel, form, capability)
+        assert made.metadata.shared <= SHARED_MEMORY[capability], (kernel.__name__, made.metadata.shared)
+        instructions = sum(line.rstrip().endswith(";") for line in made.asm["ptx"].splitlines())
+        assert instructions <= INSTRUCTIONS, (kernel.__name__, form.options, instructions)
+        assert not kept_operands(made.asm["ptx"]), (kernel.__name__, form.options)
+        assert made.asm["cubin"]
 
 
 def _specialized(kernel: Any, arguments: dict[str, Any]) -> Iterator[tuple[int, str, str, Any]]:

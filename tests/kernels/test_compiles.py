@@ -13,7 +13,7 @@ from hymo_kernels.host import triton_gated_delta_rule as scan
 from hymo_kernels.host import triton_gated_linear_scan as linear
 from hymo_kernels.host import triton_recurrent_delta_rule as recurrent
 from hymo_kernels.host.gated_delta_call import Options, Precision
-from tests.kernels.compiled import Launch, assert_compiles, launches_of
+from tests.kernels.compiled import Launch, assert_compiles, compiled, form_of, launches_of
 
 pytestmark = pytest.mark.heavy
 cards = pytest.mark.parametrize("capability", [80, 90])
@@ -114,6 +114,23 @@ def test_the_kernels_for_hopper_compile_and_spill_little(
     names = ["fused_prepare_kernel", "fused_forward_kernel", "fused_forward_kernel", "fused_backward_kernel"]
     assert [launch.kernel.__name__ for launch in launches] == names
     assert_compiles(launches, 90)
+
+
+@pytest.mark.parametrize("gate", [True, False], ids=["gate", "plain"])
+def test_five_programs_of_the_prepare_share_a_multiprocessor_of_hopper(
+    gate: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their registers and shared memory fit, and little is spilled for that."""
+    monkeypatch.setattr(scan.hopper, "_is_hopper", lambda device: True)
+    q, g, A_log = torch.zeros(1, 4096, 2, 128, dtype=torch.bfloat16), torch.zeros(1, 4096, 2), torch.zeros(2)
+    weights = (A_log, A_log) if gate else (None, None)
+    static = (128**-0.5, True, gate, gate, 1.0, False)
+    launch = launches_of(lambda: scan.forward(q, q, q, g, g, *weights, None, None, *static), scan.hopper)[0]
+    assert launch.kernel.__name__ == "fused_prepare_kernel"
+    made = compiled(launch.kernel, form_of(launch), 90)
+    assert 5 * 32 * launch.arguments["num_warps"] * launch.arguments["maxnreg"] <= 65_536
+    assert 5 * (made.metadata.shared + 1024) <= 233_472
+    assert sum(made.asm["sass"].count(name) for name in ("LDL", "STL")) <= 64
 
 
 @cards

@@ -27,6 +27,16 @@ def seen_as(tile, rows: gl.constexpr, columns: gl.constexpr):
 
 
 @gluon.jit
+def of_type(tile, dtype: gl.constexpr):
+    """The same memory as numbers of another type of that size."""
+    if RENAMED:
+        x = tile.reinterpret(dtype, tile.shape, tile.layout)
+    else:
+        x = tile._reinterpret(dtype, tile.shape, tile.layout)
+    return x
+
+
+@gluon.jit
 def clear_all(q, k, do, A, P, left, C: gl.constexpr, D: gl.constexpr, LAYOUT: gl.constexpr):
     """What follows the sequence is another's: it must not be multiplied, not even by 0."""
     clear(q, left, C, D, LAYOUT)

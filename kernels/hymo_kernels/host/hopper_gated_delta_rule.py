@@ -94,7 +94,7 @@ def prepare(
     from hymo_kernels.device.fused_prepare import fused_prepare_kernel
 
     gates = beta if g is None else g
-    fused_prepare_kernel[(shape.b * shape.slots * shape.h,)](
+    fused_prepare_kernel[(shape.b * shape.slots * shape.hv,)](
         q,
         k,
         gates,
@@ -122,7 +122,7 @@ def prepare(
         HAS_G=g is not None,
         BETA_MAX=options.beta_max,
         num_warps=4,
-        maxnreg=128,
+        maxnreg=96,  # five programs a multiprocessor
     )
 
 
