@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hymo_kernels import mixed_linear
 from hymo_kernels.host.mixed_linear import _parts
@@ -73,6 +74,16 @@ def test_a_compiler_leaves_the_parts_apart(compile: str) -> None:
     traced = torch._dynamo.nonstrict_trace(lambda x, w, dy: gradients(parts, x, w * 1.5, dy * 0.75))
     run = torch.compile(lambda *a: traced(*a), fullgraph=True, backend=compile)
     assert max(errors(run(x, w, dy), x, w * 1.5, dy * 0.75)[::2]) <= 20
+
+
+@pytest.mark.parametrize("e", [1, 14, 16, 28])
+def test_rows_of_its_products_are_multiples_of_16_bytes(e: int) -> None:
+    """Of bf16 matrices: others go to kernels of twice the time."""
+    x, w, dy = drawn(0, 48, 32, dtype=torch.bfloat16), drawn(1, 32, e), drawn(2, 48, e)
+    graph = make_fx(lambda *given: gradients(parts, *given))(x, w, dy)
+    products = [node for node in graph.graph.nodes if node.target is torch.ops.aten.mm.default]
+    assert len(products) == 3
+    assert all(size % 8 == 0 for product in products for size in product.meta["val"].shape)
 
 
 def test_vmap_maps_rows_and_weights() -> None:
