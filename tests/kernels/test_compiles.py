@@ -195,6 +195,7 @@ def test_every_form_of_the_convolution_of_heads_compiles(
     assert [launch.kernel.__name__ for launch in launches] == [
         "conv_heads_forward_kernel",
         "conv_heads_backward_kernel",
+        "sum_taps_kernel",
     ]
     assert_compiles(launches, capability)
 

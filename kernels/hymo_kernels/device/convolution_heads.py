@@ -228,6 +228,27 @@ def conv_heads_backward_kernel(
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["parts"])
+def sum_taps_kernel(
+    by_tap,  # [parts, W, C] fp32
+    d_weight,  # [C, W]
+    parts,
+    C: tl.constexpr,
+    W: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Adds up what the programs along time and batch found for each weight."""
+    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([ROWS, BLOCK], tl.float32)
+    for first in range(0, parts, ROWS):
+        part = first + tl.arange(0, ROWS)
+        place = by_tap + part[:, None].to(tl.int64) * (W * C) + entry[None, :]
+        total += tl.load(place, mask=(part < parts)[:, None] & (entry < W * C)[None, :], other=0.0)
+    found = tl.sum(total, 0)
+    tl.store(d_weight + entry % C * W + entry // C, found.to(d_weight.dtype.element_ty), mask=entry < W * C)
+
+
 @triton.jit
 def _backward(
     inputs,
