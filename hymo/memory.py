@@ -207,8 +207,7 @@ def _fake(config: HyMoConfig, spec: ModelParams) -> ModelParams:
         return torch.empty(leaf.shape, dtype=_dtype(config) if leaf.role in COMPUTE_ROLES else torch.float32)
 
     params, backend = tree.map(empty, spec, is_leaf=is_spec), with_compute_dtype(EAGER, _dtype(config))
-    blocks = (lent(*each, backend=backend) for each in zip(params.blocks, spec.blocks, strict=True))
-    return params._replace(blocks=tuple(blocks))
+    return lent(params, spec, backend=backend)
 
 
 def _batch(config: HyMoConfig) -> Batch:

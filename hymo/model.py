@@ -16,7 +16,7 @@ from hymo.layers.embedding import unembed
 from hymo.layers.feedforward import SwigluParams, swiglu
 from hymo.layers.gdn import GdnParams, GdnState, gdn, gdn_spec, gdn_state
 from hymo.layers.mla import MlaParams, MlaState, mla, mla_spec, mla_state
-from hymo.layers.moe import Load, MoeParams, moe, moe_spec
+from hymo.layers.moe import Load, MoeParams, moe, moe_spec, parted
 from hymo.layers.mtp import MtpParams, mtp_spec
 from hymo.layers.norm import rms_norm
 from hymo.layers.rope import Rotary, rotary
@@ -126,11 +126,13 @@ def trunk(
         attends: rotary(position, dims=dims, theta=cfg.rope_theta)
         for attends, dims in ((True, cfg.qk_rope_head_dim), (False, cfg.gdn_rope_dim))
     }
+    if state is None:
+        params = lent(params, model_spec(cfg), backend=backend)
     for i, stored in enumerate(params.blocks):
         attends = i in cfg.mla_layers
         layer = _layer(cfg, attends, backend, capacity)
         if state is None:
-            layer, stored = backend.region(layer), lent(stored, model_spec(cfg).blocks[i], backend=backend)
+            layer = backend.region(layer)
         x, load, after = layer(stored, x, position, angles[attends], state.layers[i] if state else ())
         layers += [after] if after else []
         loads += [load] if load else []
@@ -165,12 +167,25 @@ def _layer(cfg: ModelConfig, attends: bool, backend: Backend, capacity: int | No
     return layer
 
 
-def lent(stored: Block, spec: Block, *, backend: Backend) -> Block:
-    """A block as a region is given it."""
-    if not isinstance(stored.ffn, MoeParams):
-        return stored
-    assert isinstance(spec.ffn, MoeParams)
-    return stored._replace(ffn=stored.ffn._replace(routed=backend.lend(stored.ffn.routed, spec.ffn.routed)))
+def lent(params: ModelParams, spec: ModelParams, *, backend: Backend) -> ModelParams:
+    """Parameters as the blocks' regions are given them."""
+
+    def lend(stored: Block, spec: Block) -> Block:
+        if not isinstance(stored.ffn, MoeParams):
+            return stored
+        assert isinstance(spec.ffn, MoeParams)
+        return stored._replace(ffn=stored.ffn._replace(routed=backend.lend(stored.ffn.routed, spec.ffn.routed)))
+
+    return params._replace(blocks=tuple(map(lend, params.blocks, spec.blocks)))
+
+
+def given_back(grads: ModelParams) -> ModelParams:
+    """The gradient of what was lent as that of what is stored, of which it is made of views."""
+
+    def give(block: Block) -> Block:
+        return block._replace(ffn=parted(block.ffn)) if isinstance(block.ffn, MoeParams) else block
+
+    return grads._replace(blocks=tuple(map(give, grads.blocks)))
 
 
 def gather_ends(params: ModelParams, *, cfg: ModelConfig, backend: Backend) -> ModelParams:

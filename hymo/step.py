@@ -8,13 +8,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from hymo import tree
-from hymo.backend import EAGER, Backend
+from hymo.backend import EAGER, Backend, keep
 from hymo.batch import IGNORED, Batch
 from hymo.config import HyMoConfig
 from hymo.distributed import ALONE, Ranks
 from hymo.layers.moe import Load, MoeParams, rebalance
 from hymo.loss import Losses, label_counts, loss
-from hymo.model import Block, ModelParams
+from hymo.model import Block, ModelParams, given_back, lent
 from hymo.optim import LARGEST_NORM, GradientTransform, apply_updates, build_schedule, clip, learning_rates
 from hymo.optim.stacks import Stacks
 from hymo.params import partition
@@ -106,6 +106,8 @@ def gradients(
     """
     counts = label_counts(batch, cfg.model.mtp_depth, ranks=ranks)
     capacity = cfg.model.moe_capacity(batch.tokens.shape[-1])
+    # Once for all micro-batches, none of which lends again.
+    params, backend = lent(params, spec, backend=backend), backend._replace(lend=keep)
 
     def of_part(params: ModelParams, part: Batch, counts: Tensor) -> tuple[ModelParams, Tensor, Losses]:
         trainable, buffers = partition(spec, params)
@@ -115,7 +117,7 @@ def gradients(
             return loss(whole, part, counts, cfg=cfg.model, backend=backend, capacity=capacity)
 
         grads, (value, losses) = torch.func.grad_and_value(objective, has_aux=True)(trainable)
-        return grads, value, losses
+        return tree.map(torch.Tensor.float, grads), value, losses
 
     parts = [Batch(*leaves) for leaves in zip(*(leaf.unbind() for leaf in batch), strict=True)]
     if len(parts) == 1:
@@ -126,15 +128,16 @@ def gradients(
         for part in parts:
             so_far = add(so_far, params, part, counts)
         grads, value, losses = so_far
-    return ranks.sum_copies(grads), *ranks.sum((value, losses))
+    return ranks.sum_copies(given_back(grads)), *ranks.sum((value, losses))
 
 
 def _nothing(params: ModelParams, *, cfg: HyMoConfig, spec: ModelParams) -> tuple[ModelParams, Tensor, Losses]:
-    """The gradient, loss and its parts of no micro-batch at all."""
+    """The gradient, in fp32, loss and its parts of no micro-batch at all."""
     zeros = partial(torch.zeros, device=params.table.device)
     load = Load(zeros(cfg.model.n_routed_experts), zeros(()))
     losses = Losses(zeros(()), zeros(cfg.model.mtp_depth), (load,) * len(experts(params)))
-    return tree.map(torch.zeros_like, partition(spec, params)[0]), zeros(()), losses
+    summed = tree.map(partial(torch.zeros_like, dtype=torch.float32), partition(spec, params)[0])
+    return summed, zeros(()), losses
 
 
 def train_step(

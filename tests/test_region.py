@@ -19,6 +19,7 @@ from hymo import tree
 from hymo.backend import EAGER, keep, with_compute_dtype
 from hymo.footprint import INDEX_MAPS
 from hymo.jit import jit
+from hymo.layers.moe import MoeParams
 from hymo.region import once, region
 from hymo.step import stacks_of
 from hymo_kernels.primitive import OPERATIONS
@@ -203,6 +204,12 @@ def unfused(graph: torch.fx.Graph) -> set[str]:
     return found
 
 
+def joined(graph: torch.fx.Graph) -> int:
+    """How often a graph makes gate and up in bf16, side by side."""
+    made = [node.meta["val"] for node in graph.nodes if node.target is torch.ops.aten.cat.default]
+    return sum(val.dtype == torch.bfloat16 and tuple(val.shape) == (4, 32, 80) for val in made)
+
+
 def pointwise(target: Any) -> bool:
     return torch.Tag.pointwise in target.tags or target.overloadpacket is torch.ops.aten.lerp
 
@@ -231,6 +238,9 @@ def test_no_gradient_of_an_expert_is_stored_in_fp32(micro: int, monkeypatch: pyt
     graphs = graphs_of_a_step()
     assert len(graphs) == micro
     assert unfused(graphs[-1]) == set()
+    layers = sum(isinstance(block.ffn, MoeParams) for block in parts.spec.blocks)
+    # In the step, once for all micro-batches.
+    assert [joined(graph) for graph in graphs] == [layers] + [0] * (micro - 1)
     assert unfused(graphs_of_a_step(lend=keep)[-1])
 
 
@@ -238,6 +248,7 @@ PROGRAM = """
 import torch
 from torch._dynamo.utils import counters
 from hymo.jit import jit
+from hymo.layers.moe import MoeParams
 from hymo.region import once, region
 {before}
 layer = region(lambda x: torch.tanh(x) * 2, compile="inductor")

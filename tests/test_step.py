@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, reduce
 from importlib import import_module
 from typing import Any
 
@@ -121,6 +121,20 @@ def test_micro_batches_give_the_gradient_of_the_whole_whatever_their_sizes() -> 
         assert_near(grads, whole, 1e-5)
         torch.testing.assert_close(same, value, rtol=1e-6, atol=0)
         assert_near(others, losses, 1e-6)
+
+
+def test_gradients_of_micro_batches_are_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit, though those of experts are bf16 each."""
+    monkeypatch.setattr(import_module("hymo.step"), "label_counts", lambda batch, depth, ranks: torch.ones(depth + 1))
+    cfg = smallest_config(model={"moe_capacity_factor": 1.0})
+    spec, params, backend = setup(cfg).spec, setup(cfg).state().params, with_compute_dtype(EAGER, torch.bfloat16)
+    batch = tree.map(lambda leaf: leaf.unflatten(0, (3, 2)), make_batch(windows(0, 6, 33)))
+    run = partial(gradients, params, cfg=cfg, spec=spec, backend=backend)
+    first, *others = (run(tree.map(lambda leaf, i=i: leaf[i : i + 1], batch))[0] for i in range(3))
+    want = tree.paths(reduce(tree.add, others, first))
+    for name, got in tree.paths(run(batch)[0]).items():
+        assert got.dtype == torch.float32
+        assert torch.equal(got, want[name]), name
 
 
 def test_a_micro_batch_without_labels_changes_nothing() -> None:

@@ -120,6 +120,15 @@ def rebalance(
     return bias + change - change.mean(), load
 
 
+def parted(p: MoeParams) -> MoeParams:
+    """What was lent as it is stored: gate and up are views, each by itself."""
+    assert isinstance(p.routed, ExpertParams)
+    if not tree.is_hole(p.routed.up):
+        return p
+    both, width = p.routed.gate, p.routed.gate.shape[-1] // 2
+    return p._replace(routed=p.routed._replace(gate=both[..., :width], up=both[..., width:]))
+
+
 def _matrices(p: MoeParams) -> tuple[Tensor, Tensor | None, Tensor]:
     """Of the experts, as `hymo_kernels.routed_swiglu` takes them."""
     assert isinstance(p.routed, ExpertParams)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from hymo_kernels.host import gated
 from hymo_kernels.host import narrow_gated_delta_rule as narrow
 from hymo_kernels.host import triton_attention as attention
 from hymo_kernels.host import triton_causal_conv1d as convolution
@@ -275,4 +276,13 @@ def test_every_entry_of_attention_compiles(
     launches = launches_of(call)
     names = ["forward_kernel", "query_backward_kernel", "key_backward_kernel"]
     assert [launch.kernel.__name__ for launch in launches] == names
+    assert_compiles(launches, capability)
+
+
+@cards
+@pytest.mark.parametrize(("dtype", "width"), [(torch.bfloat16, 2304), (torch.float32, 1000)], ids=str)
+def test_every_form_of_the_gated_gradient_compiles(dtype: torch.dtype, width: int, capability: int) -> None:
+    y, dh, ends = (torch.zeros(1, 100, size, dtype=dtype) for size in (2 * width, width, 16))
+    launches = launches_of(lambda: gated.backward(y, dh, ends.int()))
+    assert [launch.kernel.__name__ for launch in launches] == ["gated_backward_kernel"]
     assert_compiles(launches, capability)

@@ -1,7 +1,6 @@
 """What the experts of a mixture answer: each a SwiGLU of the tokens that chose it, within its capacity."""
 
-from collections.abc import Callable
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -9,9 +8,9 @@ from einops import rearrange
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from hymo_kernels.host.gated import HAS_TRITON, gated
 from hymo_kernels.host.grouped_linear import grouped_linear
 from hymo_kernels.host.seats import assign_seats, combine, dispatch, pack_seats
-from hymo_kernels.primitive import differentiable
 
 ROW = 8
 """Numbers of 16 bits that a row of a grouped product's matrices is a multiple of."""
@@ -38,7 +37,7 @@ def routed_swiglu(
             the first. The others lose its answer.
         backend: "eager", the definition, in which every expert multiplies as many rows as it has capacity for, filled
             or not; "grouped", in which it multiplies the filled ones only (bf16, d and f multiples of 8, on a Hopper
-            GPU or a CPU); None is "grouped" on a GPU where that serves, else "eager".
+            GPU with Triton or a CPU); None is "grouped" on a GPU where that serves, else "eager".
 
     Raises:
         ValueError: for an unknown backend, or if "grouped" is asked for and cannot serve.
@@ -52,7 +51,7 @@ def routed_swiglu(
         rows = dispatch(tokens, seats)
         # As one product that is twice as wide: rows are read once, and their gradient is one sum.
         both = gate if up is None else torch.cat([gate, up], dim=-1)
-        y = grouped_linear(_gated(grouped_linear(rows, both, ends)), down, ends)
+        y = grouped_linear(gated(grouped_linear(rows, both, ends), ends), down, ends)
     else:
         gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
         seats = assign_seats(expert, weight, experts=gate.shape[0], capacity=capacity)
@@ -71,34 +70,15 @@ def groups_serve(x: Float[Tensor, "b t d"], down: Float[Tensor, "e f d"]) -> boo
 def _takes_groups(x: Tensor, down: Tensor, *, backend: str | None) -> bool:
     if backend not in (None, "eager", "grouped"):
         raise ValueError(f"routed_swiglu: backend must be 'eager', 'grouped' or None; got {backend!r}")
-    on_gpu = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device)[0] == 9
+    on_gpu = x.device.type == "cuda" and HAS_TRITON and torch.cuda.get_device_capability(x.device)[0] == 9
     served = groups_serve(x, down) and (on_gpu or x.device.type == "cpu")
     if backend == "grouped" and not served:
         raise ValueError(
-            f"routed_swiglu: backend='grouped' takes bfloat16 on a Hopper GPU or a CPU, d and f that {ROW} divides; "
-            f"x is {x.dtype} on {x.device}, d and f are {down.shape[2]} and {down.shape[1]}; 'eager' takes all of them"
+            f"routed_swiglu: backend='grouped' takes bfloat16 on a Hopper GPU with Triton or a CPU, d and f that "
+            f"{ROW} divides; x is {x.dtype} on {x.device}, d and f are {down.shape[2]} and {down.shape[1]}; "
+            "'eager' takes all of them"
         )
     return backend == "grouped" or (backend is None and served and on_gpu)
-
-
-def _gated_forward(y: Float[Tensor, "g r ff"]) -> Float[Tensor, "g r f"]:
-    """`silu(gate) * up` of gate and up side by side."""
-    gate, up = y.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _gated_backward(
-    needs: tuple[bool, ...], arguments: tuple[Any, ...], outputs: tuple[Any, ...], grads: tuple[Any, ...]
-) -> tuple[Tensor | None, ...]:
-    gate, up = rearrange(arguments[0].float(), "g r (two f) -> two g r 1 f", two=2)
-    # One expression of both halves: a compiler that joins two computes either wherever it needs one.
-    of_gate = torch.arange(2, device=gate.device)[:, None] == 0
-    s = torch.sigmoid(gate)
-    slope = s * torch.where(of_gate, up * (1 + gate * (1 - s)), gate)
-    return (rearrange(grads[0][..., None, :] * slope, "g r two f -> g r (two f)").to(arguments[0].dtype),)
-
-
-_gated: Callable[[Tensor], Tensor] = differentiable(_gated_forward, _gated_backward, save=(0,))
 
 
 def _linear(x: Float[Tensor, "1 s d"], w: Float[Tensor, "e d f"]) -> Float[Tensor, "1 s f"]:
