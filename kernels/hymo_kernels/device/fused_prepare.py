@@ -2,10 +2,10 @@
 
 What `prepare.py` computes, for keys and queries that are divided by their lengths here: then every factor of the
 inverse is bounded and half precision operands give it to 1e-3, well within the 16 bits it is kept in; to 2e-2 to
-5e-2 at worst, for keys that hardly differ from one to the next, beta 2 and gates that hardly fade.
+5e-2 at worst, for keys that hardly differ from one to the next and beta 2.
 
-Five programs share a multiprocessor: L lies where the keys were, P and A where the queries were, and the gates enter
-once, as exponents of 2, by halves of the columns, for 96 registers hold no more. What is inverted is gated already.
+Five programs share a multiprocessor: L lies where the keys were, P and A where the queries were, and P is gated by
+halves of the columns, for 96 registers hold no more.
 """
 
 import triton.experimental.gluon as gluon
@@ -99,6 +99,7 @@ def fused_prepare_kernel(
         A_blocks = gl.allocate_shared_memory(gl.float16, [4, 16, 16], BLOCK_TILE)
         falls = gl.allocate_shared_memory(gl.float32, [C], FLAT)  # log2 of what is left at each token
         rises = gl.allocate_shared_memory(gl.float32, [C], FLAT)  # the same less log2 of the key's unit
+        k_units = gl.allocate_shared_memory(gl.float32, [C], FLAT)
         strengths = gl.allocate_shared_memory(gl.float32, [C], FLAT)
 
         i = gl.arange(0, C, gl.SliceLayout(1, LINES))
@@ -160,6 +161,7 @@ def fused_prepare_kernel(
         mask = (j < left) & (hv % (HV // H) == 0)
         gl.store(k_unit + unit_row + j, ku, mask=mask)
         gl.store(q_unit + unit_row + j, qu, mask=mask)
+        k_units.store(ku)
         # Beyond the sequence nothing is left of anything.
         rises.store(gl.where(j < left, falls.load(DOWN) + 0.5 * _log2(k_squares), float("inf")))
         barrier()
@@ -167,8 +169,10 @@ def fused_prepare_kernel(
         left_qk, right_qk = _halves_of_square(qk, C)
         qu *= scale
         ku *= strengths.load(DOWN)
-        left_P, left_L = _gated(left_qk, left_kk, qu, ku, falls, rises, 0, C)
-        right_P, right_L = _gated(right_qk, right_kk, qu, ku, falls, rises, C // 2, C)
+        left_P = _gated(left_qk, qu, falls, rises, 0, C)
+        right_P = _gated(right_qk, qu, falls, rises, C // 2, C)
+        left_L = _scaled(left_kk, ku, k_units, 0, C)
+        right_L = _scaled(right_kk, ku, k_units, C // 2, C)
         out_tile.store(_whole(left_P.to(dtype), right_P.to(dtype), C, SQUARE))
         L_tile.store(_whole(left_L.to(gl.float16), right_L.to(gl.float16), C, SQUARE))
         L = _blocks(left_L, right_L, BLOCK)
@@ -183,6 +187,8 @@ def fused_prepare_kernel(
         A = _invert_blocks(L, L_blocks.permute([0, 2, 1]).load(BLOCK), BLOCK)
         A = _double_16(A, A_blocks, L_tile, C, SQUARE, BLOCK)
         A = _double_32(A, A_tile, L_tile, C, SQUARE)
+        # The gates enter last: under them L would be rounded once more, which near beta 2 is ten times the error.
+        A *= _exp2(gl.minimum(falls.load(DOWN)[:, None] - falls.load(gl.SliceLayout(0, SQUARE))[None, :], 0.0))
         barrier()
         out_tile.store(A.to(dtype))
         barrier()
@@ -209,18 +215,24 @@ def row_major(C: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _gated(qk, kk, qu, ku, falls, rises, BEGIN: gl.constexpr, C: gl.constexpr):
-    """P and L in half of the columns: products of rows with keys under the gates, divided by the lengths of both."""
-    HALF: gl.constexpr = kk.type.layout
+def _gated(qk, qu, falls, rises, BEGIN: gl.constexpr, C: gl.constexpr):
+    """P in half of the columns: products of queries with keys under the gates, divided by the lengths of both."""
+    HALF: gl.constexpr = qk.type.layout
     DOWN: gl.constexpr = gl.SliceLayout(1, HALF)
     ACROSS: gl.constexpr = gl.SliceLayout(0, HALF)
     i = gl.arange(0, C, DOWN)[:, None]  # rows: the token that reads or erases
     j = gl.arange(0, C // 2, ACROSS)[None, :] + BEGIN
     fall, rise = falls.load(DOWN), rises.slice(BEGIN, C // 2).load(ACROSS)
     gates = gl.where(i >= j, _exp2(fall[:, None] - rise[None, :]), 0.0)
-    qu = gl.convert_layout(qu, DOWN, assert_trivial=True)
-    ku = gl.convert_layout(ku, DOWN, assert_trivial=True)
-    return qk * gates * qu[:, None], kk * gates * ku[:, None]
+    return qk * gates * gl.convert_layout(qu, DOWN, assert_trivial=True)[:, None]
+
+
+@gluon.jit
+def _scaled(kk, ku, k_units, BEGIN: gl.constexpr, C: gl.constexpr):
+    """L in half of the columns; what it has above and on the diagonal does not matter."""
+    HALF: gl.constexpr = kk.type.layout
+    ku = gl.convert_layout(ku, gl.SliceLayout(1, HALF), assert_trivial=True)
+    return kk * ku[:, None] * k_units.slice(BEGIN, C // 2).load(gl.SliceLayout(0, HALF))[None, :]
 
 
 @gluon.jit
