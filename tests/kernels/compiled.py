@@ -30,11 +30,14 @@ class Launch(NamedTuple):
     arguments: dict[str, Any]
 
 
-def launches_of(call: Callable[[], object], *modules: Any, multiprocessors: int = 132) -> list[Launch]:
+def launches_of(
+    call: Callable[[], object], *modules: Any, multiprocessors: int = 132, beside: list[Launch] | None = None
+) -> list[Launch]:
     """What `call` would launch, given tensors of the CPU, on a card of so many multiprocessors.
 
     Args:
         modules: the host modules that ask for `multiprocessors`.
+        beside: gets what it would compile without a launch.
     """
     from triton.runtime.jit import JITFunction
 
@@ -48,8 +51,13 @@ def launches_of(call: Callable[[], object], *modules: Any, multiprocessors: int 
 
         return launch
 
+    def only_compiled(kernel: Any, *args: Any, grid: tuple[int, ...], **kwargs: Any) -> None:
+        if beside is not None:
+            beside.append(Launch(kernel, dict(zip(kernel.arg_names, args, strict=False)) | kwargs))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(JITFunction, "__getitem__", recorded)
+        patch.setattr(JITFunction, "warmup", only_compiled)
         for module in modules:
             patch.setattr(module, "multiprocessors", lambda device: multiprocessors)
         call()

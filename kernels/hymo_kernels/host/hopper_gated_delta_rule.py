@@ -5,6 +5,7 @@ one program's registers and from operands that the copy engine puts where the te
 """
 
 import functools
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -77,6 +78,31 @@ def _pieces(shape: Shape, device: int | None) -> tuple[int, int]:
     return length, -(-chunks // length)
 
 
+_COMPILED: set[tuple[Any, ...]] = set()
+
+
+def _launch(kernel: Any, programs: int, *arguments: Any, device: torch.device, **constants: Any) -> None:
+    """Launches a kernel whose `FULL` says that no chunk is cut short.
+
+    The first time its other form is compiled beside it, so that sequences of another length compile nothing.
+    """
+    kind = (kernel, device, arguments[0].base.dtype, *constants.values())
+    if constants["PACKED"] or kind in _COMPILED:
+        kernel[(programs,)](*arguments, **constants)
+        return
+    other = constants | {"FULL": not constants["FULL"]}
+
+    def compile_other() -> None:
+        with torch.cuda.device(-1 if device.index is None else device.index):
+            kernel.warmup(*arguments, grid=(programs,), **other)
+
+    with ThreadPoolExecutor(1) as beside:
+        compiling = beside.submit(compile_other)
+        kernel[(programs,)](*arguments, **constants)
+        compiling.result()
+    _COMPILED.update({kind, (*kind[:3], *other.values())})
+
+
 def prepare(
     q: Tensor,
     k: Tensor,
@@ -145,7 +171,9 @@ def scan(
 
     tokens, rows, squares = _descriptors()
     length, segments = _pieces(shape, q.device.index)
-    fused_forward_kernel[(shape.b * shape.sequences * shape.hv * segments,)](
+    _launch(
+        fused_forward_kernel,
+        shape.b * shape.sequences * shape.hv * segments,
         tokens(q),
         tokens(k),
         tokens(v),
@@ -166,6 +194,7 @@ def scan(
         length,
         segments,
         FORGOTTEN,
+        device=q.device,
         H=shape.h,
         HV=shape.hv,
         D=shape.k,
@@ -201,7 +230,9 @@ def backward(
     tokens, rows, squares = _descriptors()
     with over_groups(grads, shape) as (dq, dk):
         length, segments = _pieces(shape, q.device.index)
-        fused_backward_kernel[(shape.b * shape.sequences * shape.hv * segments,)](
+        _launch(
+            fused_backward_kernel,
+            shape.b * shape.sequences * shape.hv * segments,
             tokens(q),
             tokens(k),
             tokens(v),
@@ -228,6 +259,7 @@ def backward(
             length,
             segments,
             FORGOTTEN,
+            device=q.device,
             H=shape.h,
             HV=shape.hv,
             D=shape.k,
