@@ -1,5 +1,6 @@
 """Compiling what a call would launch, for GPUs that are not there."""
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,6 +13,9 @@ from tests.kernels.registers import kept_operands
 SHARED_MEMORY = {80: 166_912, 86: 101_376, 90: 232_448}
 INSTRUCTIONS = 8_000
 """Of PTX, at most: a kernel of so many compiles in some 10 seconds, on slow machines 30."""
+
+LOCAL = re.compile(r"\b(?:LDL|STL)\b")
+"""Machine code that reads or writes what registers have no room for."""
 
 POINTERS = {
     torch.bfloat16: "*bf16",
@@ -109,8 +113,12 @@ def compiled(kernel: Any, form: Form, capability: int) -> Any:
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=form.options)
 
 
-def assert_compiles(launches: list[Launch], capability: int) -> None:
-    """Each different kernel becomes machine code: soon, right, and within the card's shared memory."""
+def assert_compiles(launches: list[Launch], capability: int, *, spills: bool = True) -> None:
+    """Each different kernel becomes machine code: soon, right, and within the card's shared memory.
+
+    Args:
+        spills: False if it must be within the registers, too.
+    """
     seen = set()
     for launch in launches:
         kernel, form = launch.kernel, form_of(launch)
@@ -123,6 +131,7 @@ def assert_compiles(launches: list[Launch], capability: int) -> None:
         assert instructions <= INSTRUCTIONS, (kernel.__name__, form.options, instructions)
         assert not kept_operands(made.asm["ptx"]), (kernel.__name__, form.options)
         assert made.asm["cubin"]
+        assert spills or not LOCAL.search(made.asm["sass"]), (kernel.__name__, form.options)
 
 
 def _specialized(kernel: Any, arguments: dict[str, Any]) -> Iterator[tuple[int, str, str, Any]]:

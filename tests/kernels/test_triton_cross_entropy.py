@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from hymo_kernels import linear_cross_entropy
 from hymo_kernels.host import triton_cross_entropy as kernels
 from tests.close import assert_same_bits
-from tests.kernels.cross_entropy_cases import Case, errors, inputs
+from tests.kernels.cross_entropy_cases import Case, check_forms_agree, errors, inputs, is_kept
 
 ROOT = Path(__file__).parents[2]
 # Of the nats, which are fp32 of the rounded logits, and of the gradients: the rounding of a result and of d_logits.
@@ -27,6 +27,9 @@ GPU_CASES = [
     Case(64, 32, 16_384 * 2, cap=1.0),
     Case(5, 16, 37, cap=64.0, strided=True),
     Case(1, 8, 2),
+    Case(140, 32, 65_536, cap=1.0, chunk=128),
+    Case(64, 32, 32_770, cap=32.0, scale=10.0),
+    Case(64, 32, 50_258, cap=32.0, scale=10.0, low=True),
 ]
 
 
@@ -46,6 +49,19 @@ def test_chunks_are_equal_whole_tiles_within_the_budget() -> None:
         assert chunk * 64_256 * 2 <= max(budget, kernels.TILE * 64_256 * 2)
         assert -(-tokens // chunk) * chunk - tokens < max(kernels.TILE * (-(-tokens // chunk)), 1)
     assert kernels.chunk_of(16_384, 64_256, 2, 2**30) == 8192
+
+
+def test_rows_are_read_once_at_the_size_of_the_vocabulary_and_where_codes_suffice() -> None:
+    for case, kept in (
+        (Case(1, 1, 64_256), True),
+        (Case(1, 1, 65_536, cap=32.0), True),
+        (Case(1, 1, 65_538), False),
+        (Case(1, 1, 50_257), False),
+        (Case(1, 1, 32_768), False),
+        (Case(1, 1, 64_256, cap=32.5), False),
+    ):
+        assert is_kept(case, torch.bfloat16) is kept
+        assert not is_kept(case, torch.float32)
 
 
 def test_what_the_kernel_does_not_serve_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,6 +95,12 @@ def test_the_kernel_equals_the_definition(case: Case, dtype: torch.dtype) -> Non
     of_nats, of_gradients = BUDGET[dtype]
     assert found.pop("nats") < of_nats, found
     assert all(error < of_gradients for error in found.values()), found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [64_256, 32_770, 65_536])
+def test_both_forms_agree_on_rows_of_full_size(vocabulary: int) -> None:
+    check_forms_agree(vocabulary, "cuda")
 
 
 @pytest.mark.gpu
@@ -128,18 +150,22 @@ def test_memory_is_one_chunk_of_logits_and_the_gradients() -> None:
 
 
 @pytest.mark.gpu
-def test_new_numbers_of_tokens_compile_nothing() -> None:
+@pytest.mark.parametrize("vocabulary", [1000, 64_256])
+def test_new_numbers_of_tokens_compile_nothing(vocabulary: int) -> None:
     from triton.runtime import driver
 
-    from hymo_kernels.device.cross_entropy import cross_entropy_kernel
+    from hymo_kernels.device.cross_entropy import cross_entropy_kernel, kept_cross_entropy_kernel
+
+    kernel = kept_cross_entropy_kernel if vocabulary == 64_256 else cross_entropy_kernel
 
     def compiled() -> int:
-        return len(cross_entropy_kernel.device_caches[driver.active.get_current_device()][0])
+        return len(kernel.device_caches[driver.active.get_current_device()][0])
 
-    _gradients(*inputs(Case(300, 32, 1000), "cuda", torch.bfloat16), backend="triton")
+    _gradients(*inputs(Case(300, 32, vocabulary), "cuda", torch.bfloat16), backend="triton")
     before = compiled()
+    assert before
     for n in (1, 17, 300, 301):
-        _gradients(*inputs(Case(n, 32, 1000), "cuda", torch.bfloat16), backend="triton", logit_bytes=2**18)
+        _gradients(*inputs(Case(n, 32, vocabulary), "cuda", torch.bfloat16), backend="triton", logit_bytes=2**18)
     assert compiled() == before
 
 

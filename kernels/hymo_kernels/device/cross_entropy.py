@@ -3,16 +3,24 @@
 With r = 1 / (1 + exp(2 x / cap)) of a logit x, the capped logit is cap tanh(x / cap) = cap (1 - 2 r) and its slope is
 4 r (1 - r). Capped logits are bounded, so their exponentials need no running maximum. Exponentials and reciprocals come
 from a unit with an eighth of the throughput of multiplications: four columns share one reciprocal.
+
+There are two forms. One reads a row twice, and serves every call. The other reads it once: a row's gradient before it
+is divided by the sum of exponentials, a number from 0 to 1, stays in registers in 16 bits, of which 7 are its exponent
+and 9 its mantissa. What is read are then words of two bf16 logits, the first in the lower half.
 """
 
 import triton
 import triton.language as tl
+from triton.language.extra import libdevice
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 # Exponents of two up to which tanh is told from 1 in fp32; four such factors are far from overflow.
 SATURATED: tl.constexpr = tl.constexpr(30.0)
+
+# The second number of a word.
+UPPER: tl.constexpr = tl.constexpr(-65536)
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -91,9 +99,14 @@ def _reciprocals(logits, squeeze, LEFT: tl.constexpr, BLOCK: tl.constexpr, MASKE
         b = tl.load(logits + BLOCK + columns)
         c = tl.load(logits + 2 * BLOCK + columns)
         d = tl.load(logits + 3 * BLOCK + columns)
-    a, b, c, d = _reach(a, squeeze), _reach(b, squeeze), _reach(c, squeeze), _reach(d, squeeze)
+    return _divided(_reach(a, squeeze), _reach(b, squeeze), _reach(c, squeeze), _reach(d, squeeze), False)
+
+
+@triton.jit
+def _divided(a, b, c, d, FAST: tl.constexpr):
+    """1 / a, 1 / b, 1 / c and 1 / d; FAST for a product up to 2^126."""
     ab, cd = a * b, c * d
-    inverse = 1.0 / (ab * cd)
+    inverse = libdevice.fast_dividef(1.0, ab * cd) if FAST else 1.0 / (ab * cd)
     of_ab, of_cd = inverse * cd, inverse * ab
     return b * of_ab, a * of_ab, d * of_cd, c * of_cd
 
@@ -132,3 +145,122 @@ def _store(logits, r, height, total, factor, LEFT: tl.constexpr, BLOCK: tl.const
         tl.store(logits + columns, entry, mask=columns < LEFT)
     else:
         tl.store(logits + columns, entry)
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def kept_cross_entropy_kernel(
+    words,  # [rows, STRIDE / 2] int32, replaced by their gradient
+    labels,  # [N]; below 0: ignored
+    weight,  # [N]
+    nats,  # [N] fp32, weighted
+    cap,  # so low that exp(-2 cap) 2^-24 is a normal fp32 number
+    first,  # token of row 0
+    rows,
+    U: tl.constexpr,  # even
+    STRIDE: tl.constexpr,
+    BLOCK: tl.constexpr,  # words of one load
+    STEPS: tl.constexpr,  # of two loads, which cover a row
+    COMPILED: tl.constexpr,  # False in the interpreter, which has no assembly and no libdevice
+):
+    columns = tl.arange(0, 2 * BLOCK)
+    squeeze = 2 * LOG2E / cap
+    depth = -2 * cap * LOG2E
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        label = tl.load(labels + first + row)
+        factor = tl.load(weight + first + row).to(tl.float32)
+        line = words + tl.cast(row, tl.int64) * (STRIDE // 2)
+        logits = line.to(tl.pointer_type(tl.bfloat16), bitcast=True)
+        if (label < 0) | (factor == 0):
+            tl.store(nats + first + row, 0.0)
+            zeros = tl.zeros([2 * BLOCK], tl.bfloat16)
+            for run in tl.static_range(0, 2 * STEPS):
+                _store_run(logits, columns, zeros, run, U)
+        else:
+            inside = label < U
+            target = 1.0 / _reach(tl.load(logits + label, mask=inside, other=0.0), squeeze)
+            # All loads are under way before the first is used.
+            kept = ()
+            for run in tl.static_range(0, 2 * STEPS):
+                kept = kept + (_load_run(line, run, U, BLOCK),)
+            sums = tl.zeros([BLOCK], tl.float32)
+            for step in tl.static_range(0, STEPS):
+                x, y = kept[2 * step], kept[2 * step + 1]
+                more, x, y = _keep(x, y, squeeze, depth, U - step * 4 * BLOCK, BLOCK, COMPILED)
+                sums += more
+                if COMPILED:
+                    x, y = _opaque(x), _opaque(y)
+                kept = kept[: 2 * step] + (x, y) + kept[2 * step + 2 :]
+            sum = tl.sum(sums, 0)
+            exponent = depth * target - tl.log2(sum)
+            # A label beyond the vocabulary must not pass for a loss.
+            tl.store(nats + first + row, tl.where(inside, -LN2 * factor * exponent, float("nan")))
+            # NaN if any logit of the row is, which none of its kept numbers need tell.
+            scale = 4 / sum * factor
+            for run in tl.static_range(0, 2 * STEPS):
+                a, b = _unpacked(kept[run])
+                _store_run(logits, columns, tl.interleave(a * scale, b * scale).to(tl.bfloat16), run, U)
+            # The label's own entry was written by another thread.
+            tl.debug_barrier()
+            slope = 4 * factor * target * (1 - target)
+            entry = (tl.exp2(exponent) - 1) * slope
+            tl.store(logits + label, entry.to(tl.bfloat16), mask=inside)
+
+
+@triton.jit
+def _load_run(line, run: tl.constexpr, U: tl.constexpr, BLOCK: tl.constexpr):
+    """A run of a row's words; 0 beyond the vocabulary."""
+    at = run * BLOCK + tl.arange(0, BLOCK)
+    return tl.load(line + at) if (run + 1) * 2 * BLOCK <= U else tl.load(line + at, mask=2 * at < U, other=0)
+
+
+@triton.jit
+def _store_run(logits, columns, entries, run: tl.constexpr, U: tl.constexpr):
+    """A run of a row's gradient, two entries a word."""
+    at = run * columns.shape[0] + columns
+    if (run + 1) * columns.shape[0] <= U:
+        tl.store(logits + at, entries)
+    else:
+        tl.store(logits + at, entries, mask=at < U)
+
+
+@triton.jit
+def _keep(x, y, squeeze, depth, LEFT: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr):
+    """Sums of four exponentials each, of which LEFT columns count, and what is kept in place of two runs of words."""
+    a, b = _reach(_number(x << 16), squeeze), _reach(_number(x & UPPER), squeeze)
+    c, d = _reach(_number(y << 16), squeeze), _reach(_number(y & UPPER), squeeze)
+    a, b, c, d = _divided(a, b, c, d, COMPILED)
+    p, q, s, t = tl.exp2(depth * a), tl.exp2(depth * b), tl.exp2(depth * c), tl.exp2(depth * d)
+    x = _packed(p * (a - a * a), q * (b - b * b))
+    y = _packed(s * (c - c * c), t * (d - d * d))
+    if LEFT < 4 * BLOCK:
+        columns = 2 * tl.arange(0, BLOCK)
+        p = tl.where(columns < LEFT, p, 0.0)
+        q = tl.where(columns < LEFT, q, 0.0)
+        s = tl.where(2 * BLOCK + columns < LEFT, s, 0.0)
+        t = tl.where(2 * BLOCK + columns < LEFT, t, 0.0)
+    return (p + q) + (s + t), x, y
+
+
+@triton.jit
+def _number(bits):
+    """The fp32 number of these bits."""
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _packed(a, b):
+    """Two numbers from 0 to 1 in a word, rounded to 10 significant bits: the two highest of their own bits are 0."""
+    low, high = a.to(tl.int32, bitcast=True) * 4 + 0x8000, b.to(tl.int32, bitcast=True) * 4 + 0x8000
+    return ((low >> 16) & 0xFFFF) | (high & UPPER)
+
+
+@triton.jit
+def _unpacked(word):
+    """The two numbers of a word."""
+    return _number((word << 14) & 0x3FFFC000), _number((word >> 2) & 0x3FFFC000)
+
+
+@triton.jit
+def _opaque(x):
+    """x itself, of which LLVM does not see that it was packed: it would keep both numbers in a register each."""
+    return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.int32, False, 1)
