@@ -52,9 +52,9 @@ def bring(x, stages, filled, emptied, tiles, each, steps, TALL: gl.constexpr, ST
 
 
 @gluon.jit
-def multiply(who: gl.constexpr, added, out, factors, one, stages, filled, emptied, results, added_bars, tiles, each,
-             steps, WORKERS: gl.constexpr, WARPS: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr,
-             K: gl.constexpr, SHARE: gl.constexpr, ADD: gl.constexpr):  # fmt: skip
+def multiply(who: gl.constexpr, added, out, factors, one, stages, filled, emptied, results, added_bars, turns, tiles,
+             each, steps, WORKERS: gl.constexpr, WARPS: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
+             C: gl.constexpr, K: gl.constexpr, SHARE: gl.constexpr, ADD: gl.constexpr):  # fmt: skip
     """One group's tiles."""
     ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
     dtype: gl.constexpr = out.dtype
@@ -78,6 +78,9 @@ def multiply(who: gl.constexpr, added, out, factors, one, stages, filled, emptie
         acc = gl.zeros([C, C], gl.float32, ACC)
         count = mine * steps
         before = count % STAGES
+        if WORKERS == 2:
+            # Before the other has all that is its own, a stage's parity may be that of a round to come.
+            mbarrier.wait(turns.index(who), (mine // 2 + who + 1) & 1)
         for step in range(steps):
             stage = count % STAGES
             mbarrier.wait(filled.index(stage), (count // STAGES) & 1)
@@ -91,6 +94,8 @@ def multiply(who: gl.constexpr, added, out, factors, one, stages, filled, emptie
             mbarrier.arrive(emptied.index(before), count=1, pred=step > 0)
             before = stage
             count += 1
+        if WORKERS == 2:
+            mbarrier.arrive(turns.index(1 - who), count=1)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(emptied.index(before), count=1)
 
@@ -151,20 +156,22 @@ def symmetric_product_kernel(
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     emptied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     added_bars = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(filled.index(s), count=1)
         mbarrier.init(emptied.index(s), count=1)
     for s in gl.static_range(WORKERS):
         mbarrier.init(added_bars.index(s), count=1)
+        mbarrier.init(turns.index(s), count=1)
     fence_async_shared()
     barrier()
     if WORKERS == 2:
         gl.warp_specialize(
             [
-                (multiply, (0, added, out, factors, one, stages, filled, emptied, results, added_bars, tiles, each,
-                            steps, WORKERS, num_warps, TALL, STAGES, C, K, SHARE, ADD)),
-                (multiply, (1, added, out, factors, one, stages, filled, emptied, results, added_bars, tiles, each,
-                            steps, WORKERS, num_warps, TALL, STAGES, C, K, SHARE, ADD)),
+                (multiply, (0, added, out, factors, one, stages, filled, emptied, results, added_bars, turns, tiles,
+                            each, steps, WORKERS, num_warps, TALL, STAGES, C, K, SHARE, ADD)),
+                (multiply, (1, added, out, factors, one, stages, filled, emptied, results, added_bars, turns, tiles,
+                            each, steps, WORKERS, num_warps, TALL, STAGES, C, K, SHARE, ADD)),
                 (bring, (x, stages, filled, emptied, tiles, each, steps, TALL, STAGES, C, K, SHARE)),
             ],
             [num_warps, 1],
@@ -173,8 +180,8 @@ def symmetric_product_kernel(
     else:
         gl.warp_specialize(
             [
-                (multiply, (0, added, out, factors, one, stages, filled, emptied, results, added_bars, tiles, each,
-                            steps, WORKERS, num_warps, TALL, STAGES, C, K, SHARE, ADD)),
+                (multiply, (0, added, out, factors, one, stages, filled, emptied, results, added_bars, turns, tiles,
+                            each, steps, WORKERS, num_warps, TALL, STAGES, C, K, SHARE, ADD)),
                 (bring, (x, stages, filled, emptied, tiles, each, steps, TALL, STAGES, C, K, SHARE)),
             ],
             [1],
