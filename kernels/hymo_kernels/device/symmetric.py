@@ -1,7 +1,7 @@
 """Products that are symmetric, on Hopper: the tiles below the diagonal are computed, those above are their transposes.
 
 One program a multiprocessor walks through the tiles of all matrices. A warp brings what is multiplied, stage by stage;
-groups of warps multiply. With two of them each has every other tile, and while one writes, the other multiplies.
+two groups of warps have every other tile each, and while one writes, the other multiplies.
 """
 
 import triton.experimental.gluon as gluon
@@ -30,12 +30,12 @@ def place_of(tile, each, WIDTH: gl.constexpr):
 
 @gluon.jit
 def bring(x, stages, filled, emptied, tiles, each, steps, TALL: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr,
-          K: gl.constexpr, SHARE: gl.constexpr):  # fmt: skip
-    """Fills the stages, round after round."""
+          K: gl.constexpr):  # fmt: skip
+    """Fills the stages, round after round; a tile on the diagonal needs only half of each."""
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
         matrix, row, column = place_of(tile, each, C)
-        alone = (row == column) if SHARE else (row < 0)
+        alone = row == column
         for step in range(steps):
             stage = count % STAGES
             bar = filled.index(stage)
@@ -52,25 +52,21 @@ def bring(x, stages, filled, emptied, tiles, each, steps, TALL: gl.constexpr, ST
 
 
 @gluon.jit
-def multiply(who: gl.constexpr, added, out, factors, one, stages, filled, emptied, results, added_bars, turns, tiles,
-             each, steps, WORKERS: gl.constexpr, WARPS: gl.constexpr, TALL: gl.constexpr, STAGES: gl.constexpr,
-             C: gl.constexpr, K: gl.constexpr, SHARE: gl.constexpr, ADD: gl.constexpr):  # fmt: skip
-    """One group's tiles."""
-    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, C, 16])
+def multiply(who: gl.constexpr, added, out, scale, of_product, of_added, of_identity, stages, filled, emptied, results,
+             added_bars, turns, tiles, each, steps, TALL: gl.constexpr, STAGES: gl.constexpr, C: gl.constexpr,
+             K: gl.constexpr, ADD: gl.constexpr, SCALED: gl.constexpr):  # fmt: skip
+    """One group's tiles: the first, third, ... of the program, or the others."""
+    ACC: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16])
     dtype: gl.constexpr = out.dtype
     whole = results.index(who)
     result = whole.reshape([C, C])
     mine = who
-    gl.assume(steps > 0)
-    for tile in range(gl.program_id(0) + who * gl.num_programs(0), tiles, WORKERS * gl.num_programs(0)):
+    for tile in range(gl.program_id(0) + who * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
         matrix, row, column = place_of(tile, each, C)
-        alone = (row == column) if SHARE else (row < 0)
-        other = gl.where(alone, 0, 1)
+        other = gl.where(row == column, 0, 1)
         if ADD:
-            factors_here = factors + matrix * 3
-            of_product = gl.load(factors_here)
-            of_added = gl.load(factors_here + 1)
-            of_identity = gl.load(factors_here + 2)
+            if SCALED:
+                size = gl.load(scale + matrix)
             tma.store_wait(0)
             barrier()
             mbarrier.expect(added_bars.index(who), 2 * C * C)
@@ -78,9 +74,8 @@ def multiply(who: gl.constexpr, added, out, factors, one, stages, filled, emptie
         acc = gl.zeros([C, C], gl.float32, ACC)
         count = mine * steps
         before = count % STAGES
-        if WORKERS == 2:
-            # Before the other has all that is its own, a stage's parity may be that of a round to come.
-            mbarrier.wait(turns.index(who), (mine // 2 + who + 1) & 1)
+        # Before the other has all that is its own, a stage's parity may be that of a round to come.
+        mbarrier.wait(turns.index(who), (mine // 2 + who + 1) & 1)
         for step in range(steps):
             stage = count % STAGES
             mbarrier.wait(filled.index(stage), (count // STAGES) & 1)
@@ -94,20 +89,27 @@ def multiply(who: gl.constexpr, added, out, factors, one, stages, filled, emptie
             mbarrier.arrive(emptied.index(before), count=1, pred=step > 0)
             before = stage
             count += 1
-        if WORKERS == 2:
-            mbarrier.arrive(turns.index(1 - who), count=1)
+        mbarrier.arrive(turns.index(1 - who), count=1)
         acc = warpgroup_mma_wait(0, deps=[acc])
         mbarrier.arrive(emptied.index(before), count=1)
 
         i = gl.arange(0, C, gl.SliceLayout(1, ACC))
         j = gl.arange(0, C, gl.SliceLayout(0, ACC))
         if ADD:
-            mbarrier.wait(added_bars.index(who), (mine // WORKERS) & 1)
-            acc = of_product * acc + of_added * result.load(ACC).to(gl.float32)
+            mbarrier.wait(added_bars.index(who), (mine // 2) & 1)
+            plus = result.load(ACC).to(gl.float32)
+            if SCALED:
+                # Not the fifth power at once: it may be less than fp32 holds.
+                squared = size * size
+                acc = of_product * (squared * squared) * acc + of_added * squared * plus
+            else:
+                acc = of_product * acc + of_added * plus
             acc = gl.where((i + row)[:, None] == (j + column)[None, :], acc + of_identity, acc)
+            if SCALED:
+                acc = size * acc
         else:
             tma.store_wait(0)
-            acc = one * acc
+            acc = of_product * acc
         barrier()
         half = acc.to(dtype)
         result.store(half)
@@ -127,63 +129,51 @@ def multiply(who: gl.constexpr, added, out, factors, one, stages, filled, emptie
             fence_async_shared()
             barrier()
             tile_out(out, [matrix, column, row], whole)
-        mine += WORKERS
+        mine += 2
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["one", "tiles", "each", "steps"])
+@gluon.jit(do_not_specialize=["tiles", "each", "steps"])
 def symmetric_product_kernel(
     x,  # [B, N, K], or [B, K, N] if TALL
     added,  # [B, N, N], symmetric
     out,  # [B, N, N]
-    factors,  # [B, 3], of the product, of what is added, of the identity
-    one,  # 1.0: where nothing is multiplied after wgmma, ptxas has the products wait for each other
+    scale,  # [B], of x and what is added, if SCALED
+    of_product,  # 1.0 unless ADD: where nothing is multiplied after wgmma, ptxas has the products wait for each other
+    of_added,
+    of_identity,
     tiles,
     each,  # tiles a matrix
     steps,
     TALL: gl.constexpr,
     STAGES: gl.constexpr,
-    WORKERS: gl.constexpr,
     C: gl.constexpr,
     K: gl.constexpr,
-    SHARE: gl.constexpr,
     ADD: gl.constexpr,
-    num_warps: gl.constexpr,
+    SCALED: gl.constexpr,
 ):
-    gl.assume(steps > 0)
     stages = gl.allocate_shared_memory(x.dtype, [2 * STAGES] + x.block_type.shape, x.layout)
-    results = gl.allocate_shared_memory(x.dtype, [WORKERS, 1, C, C], out.layout)
+    results = gl.allocate_shared_memory(x.dtype, [2, 1, C, C], out.layout)
     filled = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     emptied = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    added_bars = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
-    turns = gl.allocate_shared_memory(gl.int64, [WORKERS, 1], mbarrier.MBarrierLayout())
+    added_bars = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for s in gl.static_range(STAGES):
         mbarrier.init(filled.index(s), count=1)
         mbarrier.init(emptied.index(s), count=1)
-    for s in gl.static_range(WORKERS):
+    for s in gl.static_range(2):
         mbarrier.init(added_bars.index(s), count=1)
         mbarrier.init(turns.index(s), count=1)
     fence_async_shared()
     barrier()
-    if WORKERS == 2:
-        gl.warp_specialize(
-            [
-                (multiply, (0, added, out, factors, one, stages, filled, emptied, results, added_bars, turns, tiles,
-                            each, steps, WORKERS, num_warps, TALL, STAGES, C, K, SHARE, ADD)),
-                (multiply, (1, added, out, factors, one, stages, filled, emptied, results, added_bars, turns, tiles,
-                            each, steps, WORKERS, num_warps, TALL, STAGES, C, K, SHARE, ADD)),
-                (bring, (x, stages, filled, emptied, tiles, each, steps, TALL, STAGES, C, K, SHARE)),
-            ],
-            [num_warps, 1],
-            [240, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (multiply, (0, added, out, factors, one, stages, filled, emptied, results, added_bars, turns, tiles,
-                            each, steps, WORKERS, num_warps, TALL, STAGES, C, K, SHARE, ADD)),
-                (bring, (x, stages, filled, emptied, tiles, each, steps, TALL, STAGES, C, K, SHARE)),
-            ],
-            [1],
-            [24],
-        )  # fmt: skip
+    gl.warp_specialize(
+        [
+            (multiply, (0, added, out, scale, of_product, of_added, of_identity, stages, filled, emptied, results,
+                        added_bars, turns, tiles, each, steps, TALL, STAGES, C, K, ADD, SCALED)),
+            (multiply, (1, added, out, scale, of_product, of_added, of_identity, stages, filled, emptied, results,
+                        added_bars, turns, tiles, each, steps, TALL, STAGES, C, K, ADD, SCALED)),
+            (bring, (x, stages, filled, emptied, tiles, each, steps, TALL, STAGES, C, K)),
+        ],
+        [4, 1],
+        [240, 24],
+    )  # fmt: skip
