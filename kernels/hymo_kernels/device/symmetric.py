@@ -61,6 +61,8 @@ def multiply(who: gl.constexpr, added, out, scale, of_product, of_added, of_iden
     whole = results.index(who)
     result = whole.reshape([C, C])
     mine = who
+    # Else ptxas clears the sums twice.
+    gl.assume(steps > 0)
     for tile in range(gl.program_id(0) + who * gl.num_programs(0), tiles, 2 * gl.num_programs(0)):
         matrix, row, column = place_of(tile, each, C)
         other = gl.where(row == column, 0, 1)
