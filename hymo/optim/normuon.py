@@ -15,6 +15,7 @@ from hymo import tree
 from hymo.optim.transform import GradientTransform, Step, accumulators
 from hymo.params import is_spec
 from hymo.stacked import stack, unstack
+from hymo_kernels import symmetric_polynomial, symmetric_product
 
 Coefficients = tuple[tuple[float, float, float], ...]
 Scale = Literal["spectral", "rms"]
@@ -116,8 +117,9 @@ def orthogonalize(
         X = x / (|x| + 1e-7);  repeat  A = X X^T,  X = (a I + b A + c A^2) X
 
     or A = X^T X and X = X (a I + b A + c A^2) where that A is the smaller. The polynomial is rounded to `dtype` once,
-    with a on its diagonal. Were a X added to the product instead, bf16 would err less, by 1 % for gradients and up to a
-    fifth for noise, but X would be copied each time: a product adds to what it overwrites.
+    with a on its diagonal (A^2 before too, where no kernel makes both: `symmetric_polynomial`). Were a X added to the
+    product instead, bf16 would err less, by 1 % for gradients and up to a fifth for noise, but X would be copied each
+    time: a product adds to what it overwrites.
 
     The norm is the root of the first A's trace, and divides the first polynomial rather than x: x is read once, by what
     rounds it to `dtype`, and no reduction is in the way of what else is made of x there.
@@ -130,17 +132,12 @@ def orthogonalize(
     is_tall = x.shape[-2] > x.shape[-1]
     matrices = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
     y = matrices.to(dtype or x.dtype)
-    wide = torch.promote_types(y.dtype, torch.float32)
-    identity = torch.eye(min(x.shape[-2:]), dtype=wide, device=y.device)
-    for i, (a, b, c) in enumerate(coefficients):
-        gram = y.mT @ y if is_tall else y @ y.mT
-        square = gram @ gram
+    for i, coefficient in enumerate(coefficients):
+        gram = symmetric_product(y, transposed=is_tall)
         if i == 0:
-            norm = gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide).sqrt()[:, None, None]
-            inverse = 1 / (norm + 1e-7)
-            gram, square = gram * inverse.square(), square * inverse.square() * inverse.square()
-        polynomial = torch.add(torch.add(a * identity, gram, alpha=b), square, alpha=c)
-        factor = (polynomial * inverse if i == 0 else polynomial).to(y.dtype)
+            wide = torch.promote_types(y.dtype, torch.float32)
+            inverse = 1 / (gram.diagonal(dim1=-2, dim2=-1).sum(-1, dtype=wide).sqrt() + 1e-7)
+        factor = symmetric_polynomial(gram, coefficient, inverse if i == 0 else None)
         y = y @ factor if is_tall else factor @ y
     return y.reshape(x.shape).to(x.dtype)
 

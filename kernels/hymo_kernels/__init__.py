@@ -15,6 +15,7 @@ from hymo_kernels.host.gated_linear_scan import gated_linear_scan, naive_gated_l
 from hymo_kernels.host.mixed_linear import mixed_linear
 from hymo_kernels.host.rotation import rotated
 from hymo_kernels.host.routed_swiglu import routed_swiglu
+from hymo_kernels.host.symmetric_product import symmetric_polynomial, symmetric_product
 
 __all__ = [
     "causal_conv1d",
@@ -32,4 +33,6 @@ __all__ = [
     "naive_recurrent_gated_delta_rule",
     "rotated",
     "routed_swiglu",
+    "symmetric_polynomial",
+    "symmetric_product",
 ]

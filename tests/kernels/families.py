@@ -22,6 +22,7 @@ from tests.kernels import (
     cross_entropy_cases,
     decode_cases,
     linear_cases,
+    symmetric_cases,
     triton_cases,
 )
 
@@ -55,6 +56,8 @@ FAMILIES: dict[str, Callable[[], dict[str, float]]] = {
     "cross_entropy": lambda: cross_entropy_cases.errors(
         cross_entropy_cases.Case(129, 64, 1000), "cuda", torch.bfloat16
     ),
+    "symmetric": lambda: symmetric_cases.errors(symmetric_cases.Case(3, 136, 200), "cuda"),
+    "symmetric_transposed": lambda: symmetric_cases.errors(symmetric_cases.Case(3, 200, 136, True), "cuda"),
 }
 
 

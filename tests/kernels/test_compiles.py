@@ -6,6 +6,7 @@ from torch import Tensor
 
 from hymo_kernels.host import gated
 from hymo_kernels.host import narrow_gated_delta_rule as narrow
+from hymo_kernels.host import symmetric_product as symmetric
 from hymo_kernels.host import triton_attention as attention
 from hymo_kernels.host import triton_causal_conv1d as convolution
 from hymo_kernels.host import triton_causal_conv1d_heads as convolution_heads
@@ -288,3 +289,19 @@ def test_every_form_of_the_gated_gradient_compiles(dtype: torch.dtype, width: in
     launches = launches_of(lambda: gated.backward(y, dh, ends.int()))
     assert [launch.kernel.__name__ for launch in launches] == ["gated_backward_kernel"]
     assert_compiles(launches, capability)
+
+
+def test_every_form_of_the_symmetric_product_compiles() -> None:
+    if not symmetric._has_groups_of_warps():
+        pytest.skip("Triton 3.6 or later is not installed")
+    x, gram = (torch.zeros(3, 200, width, dtype=torch.bfloat16) for width in (136, 200))
+
+    def call() -> None:
+        symmetric.launch_product(x, False)
+        symmetric.launch_product(x, True)
+        symmetric.launch_polynomial(gram, 1.0, 2.0, 3.0, None)
+        symmetric.launch_polynomial(gram, 1.0, 2.0, 3.0, torch.ones(3))
+
+    launches = launches_of(call, symmetric)
+    assert [launch.kernel.__name__ for launch in launches] == ["symmetric_product_kernel"] * 4
+    assert_compiles(launches, 90)
