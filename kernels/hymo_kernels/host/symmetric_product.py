@@ -164,24 +164,25 @@ def _launch(
     side = -(-out.shape[1] // TILE)
     each = side * (side + 1) // 2
     count = out.shape[0] * each
-    symmetric_product_kernel[(min(count, multiprocessors(x.device.index)),)](
-        tiles(x, STEP, TILE) if transposed else tiles(x, TILE, STEP),
-        tiles(out if added is None else added, TILE, TILE),
-        tiles(out, TILE, TILE),
-        out if scale is None else scale,
-        *factors,
-        count,
-        each,
-        -(-summed // STEP),
-        TALL=transposed,
-        STAGES=STAGES,
-        C=TILE,
-        K=STEP,
-        ADD=added is not None,
-        SCALED=scale is not None,
-        num_warps=4,
-        maxnreg=168,
-    )
+    with torch.cuda.device(x.get_device()):
+        symmetric_product_kernel[(min(count, multiprocessors(x.device.index)),)](
+            tiles(x, STEP, TILE) if transposed else tiles(x, TILE, STEP),
+            tiles(out if added is None else added, TILE, TILE),
+            tiles(out, TILE, TILE),
+            out if scale is None else scale,
+            *factors,
+            count,
+            each,
+            -(-summed // STEP),
+            TALL=transposed,
+            STAGES=STAGES,
+            C=TILE,
+            K=STEP,
+            ADD=added is not None,
+            SCALED=scale is not None,
+            num_warps=4,
+            maxnreg=168,
+        )
 
 
 def _in_lines(x: Tensor) -> Tensor:
