@@ -1,6 +1,7 @@
 """How the tests run: one thread, derandomised examples, and heavy or GPU tests only where they can or should run."""
 
 from collections.abc import Iterator
+from importlib import import_module
 
 import jaxtyping
 import pytest
@@ -27,6 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
     # Sums in one order, so that what is bitwise equal once is so always; full sizes want all cores instead.
     if not config.getoption("--run-heavy"):
         torch.set_num_threads(1)
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    # What the type checks' hook imports on the way is compiled anew: the largest of it comes before. Of processes that
+    # share the tests out, the one that only hands them out needs none of it.
+    if hasattr(session.config, "workerinput") or not session.config.getoption("numprocesses", None):
+        import_module("torch._dynamo")
 
 
 def spread(items: list[pytest.Item]) -> list[pytest.Item]:

@@ -2,6 +2,7 @@ import io
 import json
 import math
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -54,15 +55,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return prepare(tmp_path_factory.mktemp("corpus") / "data")
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """Calls the recipe in a folder of its own."""
+@pytest.fixture(scope="module")
+def recipe() -> Any:
+    """The recipe as a module of its own, which writes short samples."""
     spec = util.spec_from_file_location("pretrain", RECIPE)
     assert spec is not None
     assert spec.loader is not None
     recipe = util.module_from_spec(spec)
     spec.loader.exec_module(recipe)
-    monkeypatch.setattr(recipe, "SAMPLE_TOKENS", 8)
+    recipe.SAMPLE_TOKENS = 8  # type: ignore[attr-defined]
+    return recipe
+
+
+@pytest.fixture
+def run(
+    recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Run]:
+    """Calls the recipe in a folder of its own."""
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
 
@@ -88,6 +97,26 @@ def write_config(path: Path, prepared: Path, **changes: Any) -> Path:
     return path
 
 
+def trained(recipe: Any, folder: Path, data: Path, *, steps: int) -> Path:
+    """`folder` with a run in it that has come to its end."""
+    config = write_config(folder.with_suffix(".yaml"), data)
+    assert recipe.main([str(config), f"run.output_dir={folder}", f"scheduler.total_steps={steps}"]) == 0
+    torch.use_deterministic_algorithms(False)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def halfway(recipe: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two steps, to be copied."""
+    return trained(recipe, tmp_path_factory.mktemp("halfway") / "run", data, steps=2)
+
+
+@pytest.fixture(scope="module")
+def finished(recipe: Any, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of four steps, to be copied."""
+    return trained(recipe, tmp_path_factory.mktemp("finished") / "run", data, steps=4)
+
+
 def records(folder: Path) -> list[dict[str, Any]]:
     """The log without its times."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -96,6 +125,10 @@ def records(folder: Path) -> list[dict[str, Any]]:
 
 def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def assert_refused(outcome: Outcome, *parts: str) -> None:
@@ -124,8 +157,9 @@ def test_a_run_leaves_all_that_is_needed_to_read_it(run: Run, config: Path) -> N
     assert sample.rstrip("\n") in outcome.out
 
 
-def test_each_run_gets_a_folder_of_its_own(run: Run, config: Path) -> None:
-    assert run(config).code == run(config).code == 0
+def test_each_run_gets_a_folder_of_its_own(run: Run, config: Path, halfway: Path) -> None:
+    shutil.copytree(halfway, "runs/trial-1")
+    assert run(config, "scheduler.total_steps=2").code == 0
     assert names(Path("runs")) == {"trial-1", "trial-2"}
     assert records(Path("runs/trial-1")) == records(Path("runs/trial-2"))
     samples = [(Path("runs") / name / "sample.txt").read_text() for name in ("trial-1", "trial-2")]
@@ -140,18 +174,16 @@ def start(folder: Path, *arguments: str, **environment: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_run_that_was_killed_goes_on_as_if_nothing_happened(data: Path, tmp_path: Path) -> None:
-    config = write_config(tmp_path / "trial.yaml", data)
-    start(tmp_path, str(config), "run.output_dir=whole", PYTHONIOENCODING="ascii")
+def test_a_run_that_was_killed_goes_on_as_if_nothing_happened(finished: Path, tmp_path: Path) -> None:
     # What is there when a run dies after its third step: the second's checkpoint and half a line.
-    shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    shutil.rmtree(tmp_path / "killed" / "checkpoints" / "step_00000004")
-    metrics = tmp_path / "killed" / "metrics.jsonl"
+    killed = shutil.copytree(finished, tmp_path / "killed")
+    shutil.rmtree(killed / "checkpoints" / "step_00000004")
+    metrics = killed / "metrics.jsonl"
     lines = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(lines[:4]) + lines[4][:50])
-    start(tmp_path, "killed/config.yaml", "--resume")
-    assert records(tmp_path / "killed") == records(tmp_path / "whole")
-    assert [record["step"] for record in records(tmp_path / "whole")] == [1, 2, 2, 3, 4, 4]
+    start(tmp_path, "killed/config.yaml", "--resume", PYTHONIOENCODING="ascii")
+    assert records(killed) == records(finished)
+    assert [record["step"] for record in records(finished)] == [1, 2, 2, 3, 4, 4]
 
 
 def test_a_dry_run_tells_the_costs_and_touches_nothing(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,20 +191,18 @@ def test_a_dry_run_tells_the_costs_and_touches_nothing(run: Run, monkeypatch: py
         raise AssertionError("a dry run drew weights")
 
     monkeypatch.setattr("hymo.params.ParamSpec.draw", allocate)
-    outcome = run(ROOT / "recipes" / "configs" / "hymo_750m.yaml", "--dry-run", "scheduler.total_steps=7")
+    outcome = run("--dry-run", "scheduler.total_steps=7")
     assert outcome.code == 0
-    assert "1.13 B" in outcome.out
+    assert "tiny: " in outcome.out, "the default configuration"
+    assert re.search(r"^steps +7 ", outcome.out, re.MULTILINE)
     assert not names(Path.cwd())
 
 
-def test_the_default_is_tiny(run: Run) -> None:
-    assert "tiny: " in run("--dry-run").out
-
-
-def test_a_folder_with_a_run_wants_to_be_resumed_or_overwritten(run: Run, config: Path, tmp_path: Path) -> None:
-    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
-    assert run(config, place, "scheduler.total_steps=2").code == 0
-    before = records(folder)
+def test_a_folder_with_a_run_wants_to_be_resumed_or_overwritten(
+    run: Run, config: Path, tmp_path: Path, halfway: Path
+) -> None:
+    folder = shutil.copytree(halfway, tmp_path / "place")
+    place, before = f"run.output_dir={folder}", records(folder)
     assert_refused(run(config, place), str(folder), "already holds a run", "--resume", "--overwrite")
     assert records(folder) == before
     assert run(config, place, "--resume").code == 0
@@ -183,30 +213,30 @@ def test_a_folder_with_a_run_wants_to_be_resumed_or_overwritten(run: Run, config
     assert names(folder / "checkpoints") == {"latest", "step_00000001"}
 
 
-def test_overwriting_that_fails_keeps_the_old_run(run: Run, config: Path, tmp_path: Path) -> None:
-    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
-    assert run(config, place, "scheduler.total_steps=1").code == 0
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+def test_overwriting_that_fails_keeps_the_old_run(run: Run, config: Path, tmp_path: Path, halfway: Path) -> None:
+    folder = shutil.copytree(halfway, tmp_path / "place")
+    place, before = f"run.output_dir={folder}", contents(folder)
     assert_refused(run(config, place, "--overwrite", "data.folder=nowhere"), "nowhere", "no such file")
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
+    assert contents(folder) == before
     (folder / "thesis.tex").write_text("mine")
     assert_refused(run(config, place, "--overwrite"), "thesis.tex", "move it away first")
     assert (folder / "thesis.tex").read_text() == "mine"
 
 
-def test_a_run_stopped_before_its_first_checkpoint_begins_anew(run: Run, config: Path, tmp_path: Path) -> None:
-    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
-    assert run(config, place).code == 0
-    whole = records(folder)
+def test_a_run_stopped_before_its_first_checkpoint_begins_anew(
+    run: Run, config: Path, tmp_path: Path, halfway: Path
+) -> None:
+    folder = shutil.copytree(halfway, tmp_path / "place")
     shutil.rmtree(folder / "checkpoints")
-    outcome = run(config, place, "--resume")
+    outcome = run(config, f"run.output_dir={folder}", "--resume", "scheduler.total_steps=2")
     assert outcome.code == 0
     assert "going on after step 0" in outcome.out
-    assert records(folder) == whole
+    assert records(folder) == records(halfway)
 
 
-def test_an_interrupted_run_goes_on(run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert run(config, f"run.output_dir={tmp_path / 'whole'}").code == 0
+def test_an_interrupted_run_goes_on(
+    run: Run, config: Path, tmp_path: Path, finished: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place, steps = f"run.output_dir={tmp_path / 'place'}", iter(range(3))
     next_batch = Trainer._next_batch
 
@@ -221,12 +251,11 @@ def test_an_interrupted_run_goes_on(run: Run, config: Path, tmp_path: Path, monk
     told = "pretrain: interrupted after step 3; --resume goes on from step_00000002\n"
     assert (outcome.code, outcome.error) == (130, told)
     assert "going on after step 2" in run(config, place, "--resume").out
-    assert records(tmp_path / "place") == records(tmp_path / "whole")
+    assert records(tmp_path / "place") == records(finished)
 
 
-def test_resuming_with_another_model_is_refused(run: Run, config: Path, tmp_path: Path) -> None:
-    place = f"run.output_dir={tmp_path / 'place'}"
-    assert run(config, place, "scheduler.total_steps=2").code == 0
+def test_resuming_with_another_model_is_refused(run: Run, config: Path, tmp_path: Path, halfway: Path) -> None:
+    place = f"run.output_dir={shutil.copytree(halfway, tmp_path / 'place')}"
     before = (tmp_path / "place" / "config.yaml").read_bytes()
     outcome = run(config, place, "--resume", "model.logit_softcap=30")
     assert_refused(outcome, "made with model.logit_softcap 15.0, this run has 30.0")
@@ -373,12 +402,12 @@ def test_a_model_at_the_edge_trains_to_its_report(run: Run, config: Path, argume
     assert ("experts max/mean" in outcome.out) == has_experts
 
 
-def test_a_run_that_was_moved_goes_on_where_it_is(run: Run, config: Path, tmp_path: Path) -> None:
-    assert run(config, "run.output_dir=first", "scheduler.total_steps=2").code == 0
-    before = {path: path.read_bytes() for path in Path("first").rglob("*") if path.is_file()}
-    shutil.copytree("first", "copy")
+def test_a_run_that_was_moved_goes_on_where_it_is(run: Run, halfway: Path) -> None:
+    before = contents(halfway)
+    shutil.copytree(halfway, "copy")
+    shutil.copytree(halfway, "first")
     assert run("copy/config.yaml", "--resume", "scheduler.total_steps=4").code == 0
-    assert {path: path.read_bytes() for path in Path("first").rglob("*") if path.is_file()} == before
+    assert contents(halfway) == before
     assert records(Path("copy"))[-1]["step"] == 4
     assert load_config("copy/config.yaml").run.output_dir == str(Path("copy").absolute())
     # What the command line says stands above it.
@@ -387,15 +416,15 @@ def test_a_run_that_was_moved_goes_on_where_it_is(run: Run, config: Path, tmp_pa
 
 
 @pytest.mark.parametrize("flag", ["--resume", "--overwrite"])
-def test_a_run_has_one_writer(run: Run, config: Path, tmp_path: Path, flag: str) -> None:
+def test_a_run_has_one_writer(run: Run, config: Path, tmp_path: Path, halfway: Path, flag: str) -> None:
     place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
     with held(folder):
         assert_refused(run(config, place), str(folder), "in use by another process")
     assert not folder.exists()
-    assert run(config, place, "scheduler.total_steps=1").code == 0
+    shutil.copytree(halfway, folder)
     with held(folder):
         assert_refused(run(config, place, flag), str(folder), "in use by another process")
-    assert run(config, place, flag).code == 0
+    assert run(config, place, flag, "scheduler.total_steps=3").code == 0
 
 
 @pytest.mark.parametrize(
@@ -412,18 +441,18 @@ def test_a_file_of_the_wrong_kind_is_named(
     assert_refused(run(config, place, "--resume"), str(path), part)
 
 
-def test_a_log_that_is_damaged_does_not_hinder(run: Run, config: Path, tmp_path: Path) -> None:
-    place, log = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place" / "metrics.jsonl"
-    assert run(config, place, "scheduler.total_steps=2").code == 0
-    whole = records(log.parent)
+def test_a_log_that_is_damaged_does_not_hinder(run: Run, config: Path, tmp_path: Path, halfway: Path) -> None:
+    folder = shutil.copytree(halfway, tmp_path / "place")
+    log = folder / "metrics.jsonl"
     log.write_bytes(b"5\n\xff\xfe\n" + log.read_bytes())
-    assert run(config, place, "--resume").code == 0
-    assert records(log.parent)[:3] == whole
+    assert run(config, f"run.output_dir={folder}", "--resume", "scheduler.total_steps=3").code == 0
+    assert records(folder)[:3] == records(halfway)
+    assert records(folder)[3]["step"] == 3
 
 
-def test_a_full_disk_is_one_line_and_exit_code_1(run: Run, config: Path, tmp_path: Path) -> None:
-    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
-    assert run(config, place, "scheduler.total_steps=2").code == 0
+def test_a_full_disk_is_one_line_and_exit_code_1(run: Run, config: Path, tmp_path: Path, halfway: Path) -> None:
+    folder = shutil.copytree(halfway, tmp_path / "place")
+    place = f"run.output_dir={folder}"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, hard))
     try:
@@ -465,15 +494,15 @@ def test_a_link_to_a_folder_stays_one(run: Run, config: Path, tmp_path: Path) ->
     assert records(tmp_path / "disk")[-1]["step"] == 2
 
 
-def test_overwriting_that_was_killed_is_named(run: Run, config: Path, tmp_path: Path) -> None:
-    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
-    assert run(config, place, "scheduler.total_steps=1").code == 0
+def test_overwriting_that_was_killed_is_named(run: Run, config: Path, tmp_path: Path, halfway: Path) -> None:
+    folder = shutil.copytree(halfway, tmp_path / "place")
+    place = f"run.output_dir={folder}"
     (folder / ".replaced").mkdir()
     (folder / "config.yaml").rename(folder / ".replaced" / "config.yaml")
     for flags in ([], ["--resume"], ["--overwrite"]):
         assert_refused(run(config, place, *flags), str(folder / ".replaced"), "delete it, or move what is in it back")
     shutil.rmtree(folder / ".replaced")
-    assert run(config, place, "--overwrite").code == 0
+    assert run(config, place, "--overwrite", "scheduler.total_steps=1").code == 0
     assert names(folder) == FILES
 
 
@@ -491,17 +520,16 @@ def test_a_run_that_cannot_begin_leaves_its_folder_as_it_was(
     assert folder.exists()
 
 
-def test_a_finished_run_says_so_and_stays(run: Run, config: Path, tmp_path: Path) -> None:
-    place, folder = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place"
-    assert run(config, place).code == 0
-    before = records(folder)
+def test_a_finished_run_says_so_and_stays(run: Run, config: Path, tmp_path: Path, finished: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "place")
+    place = f"run.output_dir={folder}"
     outcome = run(config, place, "--resume")
     assert (outcome.code, outcome.error) == (0, "")
     assert outcome.out == "done at step 4; a higher scheduler.total_steps goes on\n"
     settings = (folder / "config.yaml").read_bytes()
     refused = run(config, place, "--resume", "scheduler.total_steps=3")
     assert_refused(refused, "scheduler.total_steps: expected at least the 4 steps done, got 3")
-    assert records(folder) == before
+    assert records(folder) == records(finished)
     assert (folder / "config.yaml").read_bytes() == settings
     # Killed between its last checkpoint and its report.
     (folder / "report.html").unlink()
@@ -509,20 +537,22 @@ def test_a_finished_run_says_so_and_stays(run: Run, config: Path, tmp_path: Path
     assert names(folder) == FILES
 
 
-def test_a_checkpoint_that_is_passed_over_is_told(run: Run, config: Path, tmp_path: Path) -> None:
-    place, newest = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place" / "checkpoints" / "step_00000004"
-    assert run(config, place).code == 0
+def test_a_checkpoint_that_is_passed_over_is_told(run: Run, config: Path, tmp_path: Path, finished: Path) -> None:
+    folder = shutil.copytree(finished, tmp_path / "place")
+    newest = folder / "checkpoints" / "step_00000004"
     (newest / ".metadata").unlink()
-    outcome = run(config, place, "--resume")
+    outcome = run(config, f"run.output_dir={folder}", "--resume")
     assert f"checkpoint {newest}: .metadata has None bytes, " in outcome.out
     assert "move that folder away to use the checkpoint before it: passed over\ngoing on after step 2\n" in outcome.out
 
 
-def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(run: Run, config: Path, tmp_path: Path) -> None:
-    place, checkpoints = f"run.output_dir={tmp_path / 'place'}", tmp_path / "place" / "checkpoints"
-    assert run(config, place, "scheduler.total_steps=2").code == 0
+def test_a_run_without_a_whole_checkpoint_does_not_begin_anew(
+    run: Run, config: Path, tmp_path: Path, halfway: Path
+) -> None:
+    folder = shutil.copytree(halfway, tmp_path / "place")
+    checkpoints = folder / "checkpoints"
     (checkpoints / "step_00000002" / "meta.json").unlink()
-    outcome = run(config, place, "--resume")
+    outcome = run(config, f"run.output_dir={folder}", "--resume")
     assert outcome.code == 2
     assert outcome.error == f"pretrain: --resume: not one checkpoint in {checkpoints} is whole\n"
 

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+import shutil
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -232,6 +233,14 @@ def whole(trial: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place / "run"
 
 
+@pytest.fixture(scope="module")
+def shared(trial: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a run on two ranks, to be copied."""
+    place = tmp_path_factory.mktemp("shared")
+    assert on_ranks(2, partial(programs.run, arguments(trial, place / "run"), place / "log")) == [0, 0]
+    return place / "run"
+
+
 @pytest.mark.heavy
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_the_tiny_model_learns_the_same_on_any_ranks(tmp_path: Path, world: int) -> None:
@@ -267,14 +276,12 @@ def test_a_signal_in_any_phase_saves_and_exits_0_and_the_run_goes_on(
     ("file", "said"), [("__1_0.distcp", r"has \d+ bytes, \d+ expected"), (".metadata", "is damaged, its sha256 is .*")]
 )
 def test_a_damaged_file_is_refused_by_name_and_the_checkpoint_before_is_used(
-    trial: Path, tmp_path: Path, whole: Path, file: str, said: str
+    trial: Path, tmp_path: Path, whole: Path, shared: Path, file: str, said: str
 ) -> None:
-    place, log = tmp_path / "place", tmp_path / "log"
-    assert on_ranks(2, partial(programs.run, arguments(trial, place), log)) == [0, 0]
+    place, log = shutil.copytree(shared, tmp_path / "place"), tmp_path / "log"
     damaged = place / "checkpoints" / "step_00000006" / file
     content = damaged.read_bytes()
     damaged.write_bytes(content[:-1] if file.endswith("distcp") else b"\xff" * len(content))
-    log.unlink()
     assert on_ranks(2, partial(programs.run, arguments(trial, place, "--resume"), log)) == [0, 0]
     told = log.read_text()
     assert re.search(rf"step_00000006: {re.escape(file)} {said}; .*: passed over\n", told)

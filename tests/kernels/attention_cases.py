@@ -1,7 +1,6 @@
 """Cases of the Triton attention against the definition in fp64, for the interpreter and for a GPU.
 
-Run as a program, the interpreter's: `TRITON_INTERPRET=1 python tests/kernels/attention_cases.py`, in a process of its
-own, since Triton looks at that variable when it is imported.
+The interpreter's are run by `interpreter.py`.
 """
 
 import importlib
@@ -136,7 +135,3 @@ def main() -> None:
             print(case, engine, {name: f"{error:.1e}" for name, error in found.items()})
             assert all(error < 1e-6 for error in found.values()), (case, engine, found)
     check_public_path()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,9 @@
 """Cases of the Triton convolution of heads against the eager one in fp64, for the interpreter and for a GPU.
 
-Run as a program, the interpreter's: `TRITON_INTERPRET=1 python tests/kernels/convolution_heads_cases.py kernels`, in a
-process of its own, since Triton looks at that variable when it is imported.
+The interpreter's are run by `interpreter.py`.
 """
 
 import importlib
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -183,7 +181,3 @@ def main(part: str) -> None:
         found = errors(case, "cpu", torch.float32)
         print(case, {name: f"{error:.1e}" for name, error in found.items()})
         assert all(error < 1e-6 for error in found.values()), (case, found)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

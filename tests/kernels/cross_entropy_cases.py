@@ -1,7 +1,6 @@
 """Cases of the kernel's cross-entropy against its definition in fp64, for the interpreter and for a GPU.
 
-Run as a program, the interpreter's: `TRITON_INTERPRET=1 python tests/kernels/cross_entropy_cases.py`, in a process of
-its own, since Triton looks at that variable when it is imported.
+The interpreter's are run by `interpreter.py`.
 """
 
 import importlib
@@ -235,7 +234,3 @@ def main() -> None:
     assert by_kernel(Case(3, 8, 70), nan)[0].isnan().tolist() == [True, False, False]
     check_rows_that_are_read_once()
     check_public_path()
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """Cases of the token by token Triton scan against the definition in fp64, for the interpreter and for a GPU.
 
-Run as a program, the interpreter's: `TRITON_INTERPRET=1 python tests/kernels/decode_cases.py`, in a process of its own,
-since Triton looks at that variable when it is imported.
+The interpreter's are run by `interpreter.py`.
 """
 
 import importlib
@@ -239,7 +238,3 @@ def report(case: object, found: dict[str, float]) -> None:
     print(case, {name: f"{error:.1e}" for name, error in found.items()})
     # NaN is no less than anything.
     assert all(error < 2e-6 for error in found.values()), (case, found)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,6 @@
 """Cases of the Triton linear scan against its definition in fp64, for the interpreter and for a GPU.
 
-Run as a program, the interpreter's: `TRITON_INTERPRET=1 python tests/kernels/linear_cases.py`. Triton looks at that
-variable when it is imported, so that the tests give it a process of its own.
+The interpreter's are run by `interpreter.py`.
 """
 
 from collections.abc import Callable
@@ -178,7 +177,3 @@ def main() -> None:
         assert max(errors.values()) < 3e-6, (case, errors)
     on_cpu(kernels.forward, kernels.backward, check_public_path)
     on_cpu(declared_forward, declared_backward, check_compiled_path)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,7 @@
 """The Triton scan: interpreted on the CPU, compiled for a GPU that is not there, and run where there is one."""
 
 import inspect
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +9,8 @@ import torch
 from hymo_kernels import chunk_gated_delta_rule, gated_delta_rule, naive_gated_delta_rule
 from hymo_kernels.host.gated_delta_call import Precision
 from hymo_kernels.host.triton_gated_delta_rule import FP32_PLANS, PLANS
+from tests.kernels.interpreter import interpret
 from tests.kernels.triton_cases import Case, worst_heads
-
-ROOT = Path(__file__).parents[2]
 
 # Three times what a correct bf16 kernel errs for mild gates, random keys and beta below 1.5.
 BUDGET = {"dg": 2e-2, "dbeta": 1.5e-2}
@@ -61,11 +56,7 @@ FP32_CASES = [
 
 @pytest.mark.parametrize("part", ["16 bits", pytest.param("fp32", marks=pytest.mark.heavy)])
 def test_interpreted_kernels_equal_the_definition(part: str) -> None:
-    pytest.importorskip("triton", reason="Triton is an extra")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "triton_cases.py"), part]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("triton_cases", part)
 
 
 def test_asking_for_kernels_that_are_not_there_is_an_error() -> None:

@@ -1,10 +1,6 @@
 """Document-isolated attention: its definition, its kernels interpreted on the CPU, and run where there is a GPU."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +11,7 @@ from hymo_kernels import document_attention, naive_document_attention
 from hymo_kernels.host import triton_attention as kernels
 from tests.close import assert_same_bits
 from tests.kernels.attention_cases import Case, check_declared_outputs, errors, inputs
-
-ROOT = Path(__file__).parents[2]
+from tests.kernels.interpreter import interpret
 
 # Weights and their gradients are rounded before a product, results after it.
 BUDGET = {torch.bfloat16: 8e-3, torch.float16: 1e-3}
@@ -61,11 +56,7 @@ def test_the_definition_is_softmax_over_the_tokens_of_a_document() -> None:
 
 
 def test_interpreted_kernels_equal_the_definition() -> None:
-    pytest.importorskip("triton", reason="Triton is an extra")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "attention_cases.py")]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("attention_cases")
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,6 @@
 """The Triton convolution: interpreted on the CPU, and run where there is a GPU."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +11,7 @@ from hymo_kernels import causal_conv1d
 from hymo_kernels.host import triton_causal_conv1d as kernels
 from tests.close import assert_same_bits
 from tests.kernels.convolution_cases import Case, errors, inputs
-
-ROOT = Path(__file__).parents[2]
+from tests.kernels.interpreter import interpret
 
 # Three times the rounding of a result; sums are in fp32 whatever the inputs.
 BUDGET = {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 2e-6}
@@ -36,11 +31,7 @@ LEAVES = ("x", "weight", "bias", "state")
 
 
 def test_interpreted_kernels_equal_the_definition() -> None:
-    pytest.importorskip("triton", reason="Triton is an extra")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "convolution_cases.py")]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("convolution_cases")
 
 
 def test_asking_for_kernels_that_are_not_there_is_an_error() -> None:

@@ -1,10 +1,6 @@
 """The Triton convolution of queries, keys and values: interpreted on the CPU, and run where there is a GPU."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +12,7 @@ from hymo_kernels.host import triton_causal_conv1d as walks
 from hymo_kernels.host import triton_causal_conv1d_heads as kernels
 from tests.close import assert_same_bits
 from tests.kernels.convolution_heads_cases import GRADS, INPUTS, Case, check_documents_are_alone, errors, inputs
-
-ROOT = Path(__file__).parents[2]
+from tests.kernels.interpreter import interpret
 
 # Three times the rounding of a result; sums are in fp32 whatever the inputs.
 BUDGET = {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 2e-6}
@@ -35,11 +30,7 @@ USUAL = Case(3, 300, (2, 64), (4, 64), 8, lengths=(100, 200))
 
 @pytest.mark.parametrize("part", ["kernels", pytest.param("surrounds", marks=pytest.mark.heavy)])
 def test_interpreted_kernels_equal_the_definition(part: str) -> None:
-    pytest.importorskip("triton", reason="Triton is an extra")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "convolution_heads_cases.py"), part]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("convolution_heads_cases", part)
 
 
 def _arguments(case: Case, dtype: torch.dtype) -> list[Tensor]:

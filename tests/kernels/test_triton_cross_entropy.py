@@ -1,10 +1,6 @@
 """The kernel's cross-entropy: interpreted on the CPU, and run where there is a GPU."""
 
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +12,8 @@ from hymo_kernels import linear_cross_entropy
 from hymo_kernels.host import triton_cross_entropy as kernels
 from tests.close import assert_same_bits
 from tests.kernels.cross_entropy_cases import Case, check_forms_agree, errors, inputs, is_kept
+from tests.kernels.interpreter import interpret
 
-ROOT = Path(__file__).parents[2]
 # Of the nats, which are fp32 of the rounded logits, and of the gradients: the rounding of a result and of d_logits.
 BUDGET = {torch.bfloat16: (2e-3, 6e-3), torch.float32: (2e-5, 2e-5)}
 GPU_CASES = [
@@ -34,11 +30,7 @@ GPU_CASES = [
 
 
 def test_the_interpreted_kernel_equals_the_definition() -> None:
-    pytest.importorskip("triton", reason="Triton is an extra")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "cross_entropy_cases.py")]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("cross_entropy_cases")
 
 
 def test_chunks_are_equal_whole_tiles_within_the_budget() -> None:

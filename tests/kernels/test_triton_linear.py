@@ -1,11 +1,7 @@
 """The Triton linear scan: interpreted on the CPU, and run where there is a GPU."""
 
 import inspect
-import os
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,10 +12,10 @@ from torch import Tensor
 from hymo_kernels import gated_linear_scan, naive_gated_linear_scan
 from hymo_kernels.host import triton_gated_linear_scan as kernels
 from tests.close import assert_same_bits
+from tests.kernels.interpreter import interpret
 from tests.kernels.linear_cases import Case, inputs, worst_heads
 from tests.strategies import lengths, seeds
 
-ROOT = Path(__file__).parents[2]
 NAMES = ("v", "b", "c", "g", "A_log", "start")
 
 # Three times what a correct kernel errs: operands of that dtype, sums in fp32.
@@ -62,11 +58,7 @@ gradients = torch.func.grad(both, tuple(range(6)))
 
 
 def test_interpreted_kernels_equal_the_definition() -> None:
-    pytest.importorskip("triton", reason="Triton is an extra")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "linear_cases.py")]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("linear_cases")
 
 
 def test_asking_for_kernels_that_are_not_there_is_an_error() -> None:

@@ -1,11 +1,7 @@
 """The Triton scan token by token, interpreted on the CPU and run where there is a GPU; pools of states anywhere."""
 
-import os
-import subprocess
-import sys
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,9 +14,8 @@ from hymo_kernels import fused_recurrent_gated_delta_rule, gated_delta_rule, nai
 from hymo_kernels.host import triton_recurrent_delta_rule as kernels
 from tests.close import assert_same_bits, gaussian
 from tests.kernels.decode_cases import LEAVES, Case, errors, inputs, options_of, pool_errors
+from tests.kernels.interpreter import interpret
 from tests.strategies import lengths, seeds
-
-ROOT = Path(__file__).parents[2]
 
 # Three times the rounding of a result; sums are in fp32 whatever the inputs.
 BUDGET = {torch.bfloat16: 5e-3, torch.float16: 6e-4, torch.float32: 1e-5}
@@ -47,11 +42,7 @@ POOL_ROWS = 6
 
 
 def test_interpreted_kernels_equal_the_definition() -> None:
-    pytest.importorskip("triton", reason="Triton is an extra")
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    program = [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels" / "decode_cases.py")]
-    done = subprocess.run(program, env=environment, capture_output=True, text=True, check=False, timeout=280)
-    assert done.returncode == 0, done.stdout + done.stderr
+    interpret("decode_cases")
 
 
 def test_asking_for_kernels_that_are_not_there_is_an_error() -> None:

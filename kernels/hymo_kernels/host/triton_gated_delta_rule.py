@@ -76,6 +76,9 @@ products are of fp32 operands, and registers spill."""
 
 WIDEST = 256
 
+SHORTEST = 8
+"""Chunks of the shortest segment."""
+
 
 def unavailable(q: Tensor, v: Tensor) -> str | None:
     """Why there is no kernel for these tensors; None if there is one."""
@@ -110,7 +113,7 @@ def segments_of(shape: Shape, tiles: Tiles, device: int | None) -> tuple[int, in
     programs = shape.b * shape.sequences * shape.hv * _tiles(shape, tiles)
     chunks = -(-shape.t // shape.chunk)
     wanted = max(1, -(-2 * multiprocessors(device) // programs))
-    length = max(8, -(-chunks // wanted))
+    length = max(SHORTEST, -(-chunks // wanted))
     return length, max(1, -(-chunks // length))
 
 
