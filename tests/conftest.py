@@ -20,6 +20,10 @@ settings.register_profile("dev", parent=settings.get_profile("ci"), derandomize=
 settings.load_profile("ci")
 
 
+LONG = ("resume", "pretrain", "step", "trainer", "readme", "accounting", "gated_delta_rule", "triton", "generate")
+"""Files that take longest: they come first, so that of two processes none begins one when the rest is done."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-heavy", action="store_true", help="also run the tests marked heavy: full sizes, minutes")
 
@@ -49,7 +53,7 @@ def spread(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items[:] = spread(items)
+    items[:] = spread(sorted(items, key=lambda item: item.path.stem.removeprefix("test_") not in LONG))
     heavy = pytest.mark.skip(reason="heavy: full sizes or minutes of CPU; add --run-heavy")
     gpu = pytest.mark.skip(reason="gpu: needs an NVIDIA GPU with Triton")
     for item in items:

@@ -183,7 +183,9 @@ def tiny(**keys: object) -> HyMoConfig:
 
 
 def one_layer(**keys: object) -> HyMoConfig:
-    return derive_config(tiny(model={"n_layers": 1, "mla_every": 1}), **keys)
+    """The tiny configuration with nothing but a layer of attention and experts."""
+    alone = {"n_layers": 1, "mla_every": 1, "mtp_depth": 0, "mtp_loss_weights": []}
+    return derive_config(tiny(model=alone), **keys)
 
 
 CASES = {
@@ -213,7 +215,8 @@ def assert_estimate_is_right(config: HyMoConfig, compile: Compile) -> None:
     windows = torch.randint(0, config.model.vocab_size, shape, generator=torch.Generator().manual_seed(0))
     params, batch = initialize(spec, 0), make_batch(windows)
     step = jit(partial(gradients, cfg=config, spec=spec), compile=compile)
-    step(params, batch)
+    if compile != "none":
+        step(params, batch)
 
     measured = measured_peak(lambda: step(params, batch))
 
@@ -253,7 +256,7 @@ def test_an_experts_gradient_is_as_narrow_as_a_compiled_step_leaves_it(
 
 
 def test_moments_are_those_that_the_optimiser_makes() -> None:
-    config = one_layer()
+    config = one_layer(model={"mtp_depth": 1, "mtp_loss_weights": [0.1]}, training={"compile": "aot_eager"})
     spec = model_spec(config.model)
     params, _ = partition(spec, initialize(spec, 0))
     state = build_optimizer(config.optimizer, config.scheduler, spec).init(params)
@@ -262,24 +265,25 @@ def test_moments_are_those_that_the_optimiser_makes() -> None:
 
 
 def test_ranks_share_what_is_sharded() -> None:
-    split = {"sharding": "fsdp2"}
+    split = {"sharding": "fsdp2", "compile": "aot_eager"}
     alone, of_four = (step_memory(one_layer(training=split), ranks) for ranks in (1, 4))
 
     assert of_four.masters == alone.masters // 4
     assert sum(of_four.moments.values()) == pytest.approx(sum(alone.moments.values()) / 4, abs=8)
     assert of_four.activations == alone.activations
     assert of_four.copies == alone.masters
-    assert step_memory(one_layer(training={"sharding": "none"}), 4) == alone
+    assert step_memory(one_layer(training={**split, "sharding": "none"}), 4) == alone
     halves = step_memory(one_layer(training={**split, "shard_ranks": 2}), 4)
     assert halves.masters == alone.masters // 2
 
 
 def test_half_precision_copies_what_the_layers_multiply_with() -> None:
-    config = one_layer(training={"precision": "bfloat16"})
+    full = one_layer(training={"compile": "aot_eager"})
+    config = derive_config(full, training={"precision": "bfloat16"})
     memory = step_memory(config)
 
     assert memory.copies == 2 * count(model_spec(config.model), "matrix", "expert", "embed")
-    assert memory.activations < step_memory(one_layer()).activations
+    assert memory.activations < step_memory(full).activations
 
 
 def test_grouped_experts_keep_what_tokens_chose_whatever_the_capacity() -> None:
@@ -295,8 +299,8 @@ def test_grouped_experts_keep_what_tokens_chose_whatever_the_capacity() -> None:
 def test_a_loss_by_kernels_has_one_chunk_of_logits_and_the_gradients_of_its_table() -> None:
     low = {"precision": "bfloat16", "compile": "inductor"}
     config = one_layer(training={**low, "backend": "triton"})
-    deeper = derive_config(config, model={"mtp_depth": 2, "mtp_loss_weights": [0.1] * 2})
-    deepest = derive_config(config, model={"mtp_depth": 3, "mtp_loss_weights": [0.1] * 3})
+    deeper = derive_config(config, model={"mtp_depth": 1, "mtp_loss_weights": [0.1]})
+    deepest = derive_config(config, model={"mtp_depth": 2, "mtp_loss_weights": [0.1] * 2})
     model, training = config.model, config.training
     tokens = training.micro_batch_size * training.max_seq_len
 
@@ -320,7 +324,7 @@ def test_the_table_of_v1_says_what_a_person_asks() -> None:
 def test_repeating_a_source_too_often_is_a_warning() -> None:
     source = {"name": "prose", "weight": 1.0, "tokens": 100_000}
 
-    text = describe(tiny(data={"sources": [source]}))
+    text = describe(one_layer(data={"sources": [source]}))
 
     assert "6.14" in text
     assert "warning: more than 4 epochs of prose" in text

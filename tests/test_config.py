@@ -149,7 +149,7 @@ def test_a_number_of_any_size_is_a_configuration_or_one_line(name: str, number: 
 
 
 # By default every compiler, rule and shape; what else they can be together is heavy.
-BY_DEFAULT = [("none", "gated_delta", 1), ("aot_eager", "gated_delta", 2**24), ("inductor", "gated_linear", 2**24)]
+BY_DEFAULT = [("none", "gated_linear", 1), ("aot_eager", "gated_delta", 2**24), ("inductor", "gated_linear", 2**24)]
 LARGEST = [
     pytest.param(*kind, marks=[] if kind in BY_DEFAULT else [pytest.mark.heavy])
     for kind in product(("none", "aot_eager", "inductor"), ("gated_delta", "gated_linear"), (1, 2**24))

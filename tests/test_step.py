@@ -297,29 +297,37 @@ def test_two_runs_are_equal_to_the_bit(compiled: tuple[Setup, Callable[..., Any]
         assert_same(seen, same)
 
 
-def populations(parts: Setup) -> dict[str, list[TrainState]]:
-    """Two states that differ in their seed, and two that differ in their learning rates."""
-    slow = parts.state()
+@pytest.fixture(scope="module")
+def single() -> Setup:
+    return step_setup(model={"mtp_depth": 0, "mtp_loss_weights": []})
+
+
+Stepped = tuple[TrainState, tuple[TrainState, Metrics]]
+
+
+@pytest.fixture(scope="module")
+def populations(single: Setup) -> dict[str, list[Stepped]]:
+    """Two states that differ in their seed, and two that differ in their learning rates; each with its own step."""
+    first, slow, batch = single.state(), single.state(), micro_batches(single.cfg, 0)
     optimizer = {
         name: tuple(part._replace(peak=part.peak / 3) if hasattr(part, "peak") else part for part in group)
         for name, group in slow.optimizer.items()
     }
-    return {
-        "seeds": [parts.state(0), parts.state(1)],
-        "learning rates": [parts.state(0), slow._replace(optimizer=optimizer)],
-    }
+    first, other, slow = (
+        (state, single.pure()(state, batch)) for state in (first, single.state(1), slow._replace(optimizer=optimizer))
+    )
+    return {"seeds": [first, other], "learning rates": [first, slow]}
 
 
 @pytest.mark.parametrize("mode", ["none", "aot_eager", pytest.param("inductor", marks=pytest.mark.heavy)])
-def test_a_population_is_its_members_one_by_one(mode: Any) -> None:
-    parts = step_setup(model={"mtp_depth": 0, "mtp_loss_weights": []})
-    pure, batch = parts.pure(), micro_batches(parts.cfg, 0)
-    together = jit(torch.func.vmap(pure, in_dims=(0, None)), compile=mode)
-    for name, members in populations(parts).items():
-        state, metrics = together(tree.stack(members), batch)
-        for i, member in enumerate(members):
-            expected, wanted = pure(member, batch)
-            assert_near(tree.map(lambda x, i=i: x[i], (state, metrics)), (expected, wanted), 1e-5, 1e-9)
+def test_a_population_is_its_members_one_by_one(
+    mode: Any, single: Setup, populations: dict[str, list[Stepped]]
+) -> None:
+    together = jit(torch.func.vmap(single.pure(), in_dims=(0, None)), compile=mode)
+    for name, members in populations.items():
+        state, metrics = together(tree.stack([member for member, _ in members]), micro_batches(single.cfg, 0))
+        for i, (_, expected) in enumerate(members):
+            assert_near(tree.map(lambda x, i=i: x[i], (state, metrics)), expected, 1e-5, 1e-9)
         first, second = tree.map(lambda x: x[0], state), tree.map(lambda x: x[1], state)
         assert (first.params.table - second.params.table).abs().max() > 1e-4, name
         same = torch.equal(first.optimizer["gradient"][0].table, second.optimizer["gradient"][0].table)
@@ -330,13 +338,13 @@ def test_a_population_is_its_members_one_by_one(mode: Any) -> None:
 
 
 def test_the_balance_moves_once_a_step_by_the_counts_of_all_micro_batches() -> None:
-    cfg = tiny_config(training={"gradient_accumulation_steps": 4, "micro_batch_size": 1}, scheduler=PEAK)
+    cfg = smallest_config(training={"gradient_accumulation_steps": 4, "micro_batch_size": 1}, scheduler=PEAK)
     parts, batch = setup(cfg), micro_batches(cfg, 0)
     state = parts.state()
     _, _, losses = gradients(state.params, batch, cfg=cfg, spec=parts.spec)
     after, metrics = parts.pure()(state, batch)
     count = losses.loads[0].assigned
-    assert count.sum() == 4 * 64 * 2
+    assert count.sum() == 4 * 32 * 2
     (moe,), (start,) = experts(after.params), experts(state.params)
     bias, load = rebalance(start.bias, start.load, count, speed=0.001, alpha=0.02)
     assert torch.equal(moe.bias, bias)
@@ -371,7 +379,7 @@ def test_metrics_say_what_was_done() -> None:
 
 
 def test_every_parameter_moves_and_the_loss_of_a_batch_falls() -> None:
-    parts = setup(tiny_config(scheduler=PEAK, optimizer={"adamw_lr": 3e-3}))
+    parts = setup(smallest_config(scheduler=PEAK, optimizer={"adamw_lr": 3e-3}))
     pure, batch, state = parts.pure(), micro_batches(parts.cfg, 0), parts.state()
     moved, first = pure(state, batch)
     still = [name for name, x in tree.paths(moved.params).items() if torch.equal(x, tree.paths(state.params)[name])]
