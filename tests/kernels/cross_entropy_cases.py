@@ -143,6 +143,7 @@ INTERPRETED = (
     Case(4, 16, 37, cap=1.0, chunk=3, indices=torch.int32, strided=True),
     Case(6, 8, 64, cap=64.0, scale=10.0),
     Case(3, 4, 2, scale=1e-3, chunk=1),
+    Case(4, 32, 192, cap=32.0, scale=10.0, low=True),
 )
 
 

@@ -1,8 +1,9 @@
 """Cross-entropy of softcapped logits: a program turns one row of logits into its loss and, in place, its gradient.
 
-With r = 1 / (1 + exp(2 x / cap)) of a logit x, the capped logit is cap tanh(x / cap) = cap (1 - 2 r) and its slope is
-4 r (1 - r). Capped logits are bounded, so their exponentials need no running maximum. Exponentials and reciprocals come
-from a unit with an eighth of the throughput of multiplications: four columns share one reciprocal.
+With s = exp(2 x / cap) of a logit x and r = 1 / (1 + s), the capped logit is cap tanh(x / cap) = cap (1 - 2 r) and its
+slope is 4 r (1 - r), or 4 s r^2 where r is so near 1 that fp32 would keep few digits of 1 - r. Capped logits are
+bounded, so their exponentials need no running maximum. Exponentials and reciprocals come from a unit with an eighth of
+the throughput of multiplications: four columns share one reciprocal.
 
 There are two forms. One reads a row twice, and serves every call. The other reads it once: a row's gradient before it
 is divided by the sum of exponentials, a number from 0 to 1, stays in registers in 16 bits, of which 7 are its exponent
@@ -55,7 +56,8 @@ def cross_entropy_kernel(
         squeeze = 2 * LOG2E / cap
         height = cap * LOG2E
         inside = label < U
-        target = 1.0 / _reach(tl.load(logits + label, mask=inside, other=0.0), squeeze)
+        rise = _rise(tl.load(logits + label, mask=inside, other=0.0), squeeze)
+        target = 1.0 / (1.0 + rise)
         sums = tl.zeros([BLOCK], tl.float32)
         for block in tl.range(0, whole):
             sums += _sums(logits + block * span, squeeze, height, U, BLOCK, False)
@@ -73,21 +75,20 @@ def cross_entropy_kernel(
                 _replace(logits + (whole - 1 - block) * span, squeeze, height, total, factor, U, BLOCK, False)
             # The label's own entry was written by another thread.
             tl.debug_barrier()
-            slope = 4 * factor * target * (1 - target)
+            slope = 4 * factor * target * (rise * target)
             entry = (tl.exp2(exponent) - 1) * slope
             tl.store(logits + label, entry.to(logits.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _reach(x, squeeze):
-    """1 + exp(2 x / cap), bounded; NaN stays NaN."""
-    exponent = tl.minimum(x.to(tl.float32) * squeeze, SATURATED, propagate_nan=tl.PropagateNan.ALL)
-    return 1.0 + tl.exp2(exponent)
+def _rise(x, squeeze):
+    """s, bounded; NaN stays NaN."""
+    return tl.exp2(tl.minimum(x.to(tl.float32) * squeeze, SATURATED, propagate_nan=tl.PropagateNan.ALL))
 
 
 @triton.jit
-def _reciprocals(logits, squeeze, LEFT: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
-    """r of four runs of columns, by one division."""
+def _loaded(logits, squeeze, LEFT: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """s of four runs of columns."""
     columns = tl.arange(0, BLOCK)
     if MASKED:
         a = tl.load(logits + columns, mask=columns < LEFT, other=0.0)
@@ -99,12 +100,13 @@ def _reciprocals(logits, squeeze, LEFT: tl.constexpr, BLOCK: tl.constexpr, MASKE
         b = tl.load(logits + BLOCK + columns)
         c = tl.load(logits + 2 * BLOCK + columns)
         d = tl.load(logits + 3 * BLOCK + columns)
-    return _divided(_reach(a, squeeze), _reach(b, squeeze), _reach(c, squeeze), _reach(d, squeeze), False)
+    return _rise(a, squeeze), _rise(b, squeeze), _rise(c, squeeze), _rise(d, squeeze)
 
 
 @triton.jit
 def _divided(a, b, c, d, FAST: tl.constexpr):
-    """1 / a, 1 / b, 1 / c and 1 / d; FAST for a product up to 2^126."""
+    """1 / (1 + a) and those of b, c and d, by one division; FAST for a product up to 2^126."""
+    a, b, c, d = 1.0 + a, 1.0 + b, 1.0 + c, 1.0 + d
     ab, cd = a * b, c * d
     inverse = libdevice.fast_dividef(1.0, ab * cd) if FAST else 1.0 / (ab * cd)
     of_ab, of_cd = inverse * cd, inverse * ab
@@ -114,7 +116,8 @@ def _divided(a, b, c, d, FAST: tl.constexpr):
 @triton.jit
 def _sums(logits, squeeze, height, LEFT: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Sums of four exponentials each; LEFT columns count if MASKED."""
-    a, b, c, d = _reciprocals(logits, squeeze, LEFT, BLOCK, MASKED)
+    a, b, c, d = _loaded(logits, squeeze, LEFT, BLOCK, MASKED)
+    a, b, c, d = _divided(a, b, c, d, False)
     a, b = tl.exp2(height - 2 * height * a), tl.exp2(height - 2 * height * b)
     c, d = tl.exp2(height - 2 * height * c), tl.exp2(height - 2 * height * d)
     if MASKED:
@@ -129,18 +132,19 @@ def _sums(logits, squeeze, height, LEFT: tl.constexpr, BLOCK: tl.constexpr, MASK
 @triton.jit
 def _replace(logits, squeeze, height, total, factor, LEFT: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     """Logits become their gradient, as if none of them were the label's."""
-    a, b, c, d = _reciprocals(logits, squeeze, LEFT, BLOCK, MASKED)
-    _store(logits, a, height, total, factor, LEFT, BLOCK, MASKED)
-    _store(logits + BLOCK, b, height, total, factor, LEFT - BLOCK, BLOCK, MASKED)
-    _store(logits + 2 * BLOCK, c, height, total, factor, LEFT - 2 * BLOCK, BLOCK, MASKED)
-    _store(logits + 3 * BLOCK, d, height, total, factor, LEFT - 3 * BLOCK, BLOCK, MASKED)
+    a, b, c, d = _loaded(logits, squeeze, LEFT, BLOCK, MASKED)
+    of_a, of_b, of_c, of_d = _divided(a, b, c, d, False)
+    _store(logits, a, of_a, height, total, factor, LEFT, BLOCK, MASKED)
+    _store(logits + BLOCK, b, of_b, height, total, factor, LEFT - BLOCK, BLOCK, MASKED)
+    _store(logits + 2 * BLOCK, c, of_c, height, total, factor, LEFT - 2 * BLOCK, BLOCK, MASKED)
+    _store(logits + 3 * BLOCK, d, of_d, height, total, factor, LEFT - 3 * BLOCK, BLOCK, MASKED)
 
 
 @triton.jit
-def _store(logits, r, height, total, factor, LEFT: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+def _store(logits, s, r, height, total, factor, LEFT: tl.constexpr, BLOCK: tl.constexpr, MASKED: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     part = tl.exp2((height - total) - 2 * height * r) * r
-    entry = ((part - part * r) * (4 * factor)).to(logits.dtype.element_ty)
+    entry = (part * (s * r) * (4 * factor)).to(logits.dtype.element_ty)
     if MASKED:
         tl.store(logits + columns, entry, mask=columns < LEFT)
     else:
@@ -177,7 +181,8 @@ def kept_cross_entropy_kernel(
                 _store_run(logits, columns, zeros, run, U)
         else:
             inside = label < U
-            target = 1.0 / _reach(tl.load(logits + label, mask=inside, other=0.0), squeeze)
+            rise = _rise(tl.load(logits + label, mask=inside, other=0.0), squeeze)
+            target = 1.0 / (1.0 + rise)
             # All loads are under way before the first is used.
             kept = ()
             for run in tl.static_range(0, 2 * STEPS):
@@ -201,7 +206,7 @@ def kept_cross_entropy_kernel(
                 _store_run(logits, columns, tl.interleave(a * scale, b * scale).to(tl.bfloat16), run, U)
             # The label's own entry was written by another thread.
             tl.debug_barrier()
-            slope = 4 * factor * target * (1 - target)
+            slope = 4 * factor * target * (rise * target)
             entry = (tl.exp2(exponent) - 1) * slope
             tl.store(logits + label, entry.to(tl.bfloat16), mask=inside)
 
@@ -226,8 +231,8 @@ def _store_run(logits, columns, entries, run: tl.constexpr, U: tl.constexpr):
 @triton.jit
 def _keep(x, y, squeeze, depth, LEFT: tl.constexpr, BLOCK: tl.constexpr, COMPILED: tl.constexpr):
     """Sums of four exponentials each, of which LEFT columns count, and what is kept in place of two runs of words."""
-    a, b = _reach(_number(x << 16), squeeze), _reach(_number(x & UPPER), squeeze)
-    c, d = _reach(_number(y << 16), squeeze), _reach(_number(y & UPPER), squeeze)
+    a, b = _rise(_number(x << 16), squeeze), _rise(_number(x & UPPER), squeeze)
+    c, d = _rise(_number(y << 16), squeeze), _rise(_number(y & UPPER), squeeze)
     a, b, c, d = _divided(a, b, c, d, COMPILED)
     p, q, s, t = tl.exp2(depth * a), tl.exp2(depth * b), tl.exp2(depth * c), tl.exp2(depth * d)
     x = _packed(p * (a - a * a), q * (b - b * b))
