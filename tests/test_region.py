@@ -249,7 +249,6 @@ PROGRAM = """
 import torch
 from torch._dynamo.utils import counters
 from hymo.jit import jit
-from hymo.layers.moe import MoeParams
 from hymo.region import once, region
 {before}
 layer = region(lambda x: torch.tanh(x) * 2, compile="inductor")
