@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from einops import einsum
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -89,8 +90,10 @@ def moe(
     Source: DeepSeek-V3, arXiv:2412.19437, equations 12 to 16; sigmoid scores, weights renormalised over the chosen.
     """
     routing = route(p, x, k=cfg.n_activated_experts)
-    most = x.shape[1] if capacity is None else min(capacity, x.shape[1])
-    y, dropped = backend.experts(x, routing.expert, routing.weight, *_matrices(p), capacity=most)
+    if capacity is None or capacity >= x.shape[1]:
+        y, dropped = _serve_all(p, x, routing), torch.zeros((), device=x.device)
+    else:
+        y, dropped = backend.experts(x, routing.expert, routing.weight, *_matrices(p), capacity=capacity)
     if isinstance(p.shared, SwigluParams):
         y = y + swiglu(p.shared, x)
     return y, Load(routing.assigned, dropped)
@@ -131,3 +134,13 @@ def _matrices(p: MoeParams) -> tuple[Tensor, Tensor | None, Tensor]:
     assert isinstance(p.routed, ExpertParams)
     gate, up, down = p.routed
     return gate, None if tree.is_hole(up) else up, down
+
+
+def _serve_all(p: MoeParams, x: Float[Tensor, "b t d"], routing: Routing) -> Float[Tensor, "b t d"]:
+    """Every expert sees every token; the weights of those not chosen are zero."""
+    zeros = torch.zeros(*x.shape[:2], p.router.shape[1], dtype=routing.weight.dtype, device=x.device)
+    weight = zeros.scatter(-1, routing.expert, routing.weight).to(x.dtype)
+    gate, up, down = _matrices(p)
+    gate, up = gate.chunk(2, dim=-1) if up is None else (gate, up)
+    y = torch.func.vmap(swiglu, in_dims=(0, None))(SwigluParams(gate, up, down), x)
+    return einsum(y, weight, "e b t d, b t e -> b t d")

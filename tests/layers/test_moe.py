@@ -182,7 +182,7 @@ def test_room_for_all_is_dropless() -> None:
     assert moe(p, x, cfg=cfg, capacity=busiest - 1)[1].dropped > 0
 
 
-def test_whatever_the_capacity_the_experts_of_the_backend_serve() -> None:
+def test_a_capacity_is_served_by_the_experts_of_the_backend() -> None:
     cfg, p, x = case(4, 2, 10)
     y, load = moe(p, x, cfg=cfg, capacity=3)
     asked: list[int] = []
@@ -191,10 +191,10 @@ def test_whatever_the_capacity_the_experts_of_the_backend_serve() -> None:
         asked.append(capacity)
         return EAGER.experts(*tensors, capacity=capacity)
 
-    for capacity in (3, None, 10, 1000):
+    for capacity in (3, None, 10):
         again, same = moe(p, x, cfg=cfg, backend=EAGER._replace(experts=experts), capacity=capacity)
         assert torch.equal(again, y) == torch.equal(same.dropped, load.dropped) == (capacity == 3)
-    assert asked == [3, 10, 10, 10]
+    assert asked == [3]
 
 
 def test_without_capacity_a_token_sees_no_other_bit() -> None:
